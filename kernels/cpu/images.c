@@ -1,18 +1,14 @@
 /* Convert pixels (bytes or floats) of images to blocks of normalized floats. A `line` holds one
  * pixel of each of 16 images. The threads that load data call these functions while the main thread
  * computes, so the functions do not use team.h. */
+#include "images.h"
+
 #include "bytes.h"
 #include "mpidl.h"
 
 enum { CHUNK = 16 }; /* pixels of a row that are transposed together */
 
 typedef uint8_t line __attribute__((vector_size(LANES), aligned(1), may_alias));
-
-/* A window of P x Q pixels in images (C, H, W); Python passes it as int64_t[6]. If of_pixels,
- * centre and divisor have one number per pixel (C, P, Q), else one per channel (C). */
-struct crop {
-    int64_t C, H, W, P, Q, of_pixels;
-};
 
 enum { LEFT_TO_RIGHT = 1, TOP_TO_BOTTOM = 2 }; /* the bits of `mirrored` */
 
@@ -24,58 +20,6 @@ static int64_t place(const struct crop *s, int64_t c, int64_t p, int64_t q) {
     return s->of_pixels ? (c * s->P + p) * s->Q + q : c;
 }
 
-/* Convert images of floats that are not shifted, mirrored or cropped. Image i is the row rows[i] of
- * `all`, or the row i if rows is NULL. A row has `channels` channels of `pixels` floats. Return
- * whether all floats are finite. */
-static int64_t blocks_of_floats(const float *all, const int64_t *rows, int64_t images,
-                                int64_t channels, int64_t pixels, int64_t of_pixels,
-                                const float *centre, const float *divisor, float *lanes) {
-    enum { PIECE = 1024, ROW = PIECE + 16 }; /* floats of an image that are transposed together */
-    union {
-        float floats[LANES][ROW];
-        uint32_t bits[LANES * ROW];
-    } piece;
-    int64_t step = channels * pixels;
-    uint32_t is_bad = 0;
-    for (int64_t n = 0; n < images; n += LANES) {
-        int valid = images - n < LANES ? (int)(images - n) : LANES;
-        if (valid < LANES) memset(&piece, 0, sizeof piece);
-        for (int64_t first = 0; first < step; first += PIECE, lanes += PIECE * LANES) {
-            int64_t count = step - first < PIECE ? step - first : PIECE, i = 0;
-            for (int lane = 0; lane < valid; lane++) {
-                const float *row = all + (rows ? rows[n + lane] : n + lane) * step;
-                memcpy(piece.floats[lane], row + first, (size_t)count * sizeof(float));
-            }
-            for (int lane = 0; lane < valid; lane++)
-                for (int64_t k = lane * ROW; k < lane * ROW + count; k++)
-                    is_bad |= (piece.bits[k] & 0x7fffffff) >= 0x7f800000;
-            for (; i + LANES <= count; i += LANES)
-                transpose_16(&piece.floats[0][i], ROW, lanes + i * LANES, LANES);
-            for (; i < count; i++)
-                for (int lane = 0; lane < LANES; lane++)
-                    lanes[i * LANES + lane] = piece.floats[lane][i];
-            for (i = 0; centre && i < count; i++) {
-                int64_t at = of_pixels ? first + i : (first + i) / pixels;
-                for (int part = 0; part < LANES; part += WIDTH) {
-                    float *line = lanes + i * LANES + part;
-                    vec v = (load(line) - splat(centre[at])) / splat(divisor[at]);
-                    store(line, valid < LANES ? keep(lanes_below(valid, part), v) : v);
-                }
-            }
-        }
-        lanes -= (step + PIECE - 1) / PIECE * PIECE * LANES - step * LANES;
-    }
-    return !is_bad;
-}
-
-int64_t mpidl_rows_of_floats(const float *all, const int64_t *rows, int64_t images,
-                             const int64_t *shape, const float *centre, const float *divisor,
-                             float *lanes) {
-    const struct crop *s = (const struct crop *)shape;
-    return blocks_of_floats(all, rows, images, s->C, s->H * s->W, s->of_pixels, centre, divisor,
-                            lanes);
-}
-
 /* Convert floats. If centre is NULL, the floats are not normalized. */
 void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *shape,
                             const int32_t *mirrored, const int32_t *top, const int32_t *left,
@@ -83,8 +27,7 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
                             float *lanes) {
     const struct crop *s = (const struct crop *)shape;
     if (!mirrored && !top && !left && s->P == s->H && s->Q == s->W) {
-        blocks_of_floats(pixels, NULL, images, s->C, s->H * s->W, s->of_pixels, centre, divisor,
-                         lanes);
+        blocks_of_floats(pixels, NULL, images, s, centre, divisor, lanes);
         return;
     }
     for (int64_t n = 0; n < (images + LANES - 1) / LANES * LANES; n++)
@@ -193,54 +136,64 @@ INLINE void soon(const struct look *look, const struct crop *s, const uint8_t *a
         for (int64_t w = 0; w < s->W; w += 64) __builtin_prefetch(next + w);
 }
 
+void block_of_bytes(const uint8_t *all, const uint8_t *end, const int64_t *rows, int valid,
+                    const struct crop *s, const struct moves *moves, int64_t first,
+                    const float *centre, const float *divisor, float *lanes) {
+    struct look look[LANES] = {0};
+    for (int lane = 0; lane < valid; lane++) {
+        int64_t n = first + lane;
+        look[lane] = (struct look){of(moves->top, n), of(moves->left, n), of(moves->mirrored, n),
+                                   NULL};
+    }
+    for (int64_t c = 0; c < s->C; c++) {
+        line outside = (line){0} + (uint8_t)(moves->fill ? moves->fill[c] : 0);
+        for (int64_t p = 0; p < s->P; p++, lanes += s->Q * LANES) {
+            for (int lane = 0; lane < valid; lane++) {
+                int64_t h = p + look[lane].top;
+                int inside = h >= 0 && h < s->H;
+                if (look[lane].mirrored & TOP_TO_BOTTOM) h = s->H - 1 - h;
+                look[lane].row =
+                    inside ? all + ((rows[lane] * s->C + c) * s->H + h) * s->W : NULL;
+                if (look[lane].row) soon(&look[lane], s, all, end);
+            }
+            for (int64_t q = 0; q < s->Q; q += CHUNK) {
+                line lines[LANES];
+                for (int lane = 0; lane < LANES; lane++) {
+                    lines[lane] = outside;
+                    if (look[lane].row)
+                        lines[lane] = row_chunk(&look[lane], s->W, q, all, end, outside);
+                }
+                turn(lines);
+                uint8_t bytes[CHUNK * LANES];
+                memcpy(bytes, lines, sizeof bytes);
+                int64_t count = s->Q - q < CHUNK ? s->Q - q : CHUNK;
+                for (int64_t i = 0; i < count; i++) {
+                    int64_t at = place(s, c, p, q + i);
+                    vec less = splat(centre ? centre[at] : 0.0f);
+                    vec by = splat(centre ? divisor[at] : 255.0f);
+                    for (int part = 0; part < LANES; part += WIDTH) {
+                        ivec pixel = load_bytes(bytes + i * LANES + part);
+                        vec v = (__builtin_convertvector(pixel, vec) - less) / by;
+                        if (valid < LANES) v = keep(lanes_below(valid, part), v);
+                        store(lanes + (q + i) * LANES + part, v);
+                    }
+                }
+            }
+        }
+    }
+}
+
 void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
                   const int32_t *mirrored, const int32_t *top, const int32_t *left,
                   const uint8_t *fill, const float *centre, const float *divisor, float *lanes) {
     const struct crop *s = (const struct crop *)shape;
     const uint8_t *end = pixels + images * s->C * s->H * s->W;
-    for (int64_t block = 0; block < (images + LANES - 1) / LANES; block++) {
-        int valid = images - block * LANES < LANES ? (int)(images - block * LANES) : LANES;
-        struct look look[LANES] = {0};
-        for (int lane = 0; lane < valid; lane++) {
-            int64_t n = block * LANES + lane;
-            look[lane] = (struct look){of(top, n), of(left, n), of(mirrored, n), NULL};
-        }
-        for (int64_t c = 0; c < s->C; c++) {
-            line outside = (line){0} + (uint8_t)(fill ? fill[c] : 0);
-            for (int64_t p = 0; p < s->P; p++, lanes += s->Q * LANES) {
-                for (int lane = 0; lane < valid; lane++) {
-                    int64_t n = block * LANES + lane, h = p + look[lane].top;
-                    int inside = h >= 0 && h < s->H;
-                    if (look[lane].mirrored & TOP_TO_BOTTOM) h = s->H - 1 - h;
-                    look[lane].row =
-                        inside ? pixels + ((n * s->C + c) * s->H + h) * s->W : NULL;
-                    if (look[lane].row) soon(&look[lane], s, pixels, end);
-                }
-                for (int64_t q = 0; q < s->Q; q += CHUNK) {
-                    line rows[LANES];
-                    for (int lane = 0; lane < LANES; lane++) {
-                        rows[lane] = outside;
-                        if (look[lane].row)
-                            rows[lane] = row_chunk(&look[lane], s->W, q, pixels, end, outside);
-                    }
-                    turn(rows);
-                    uint8_t bytes[CHUNK * LANES];
-                    memcpy(bytes, rows, sizeof bytes);
-                    int64_t count = s->Q - q < CHUNK ? s->Q - q : CHUNK;
-                    for (int64_t i = 0; i < count; i++) {
-                        int64_t at = place(s, c, p, q + i);
-                        vec less = splat(centre ? centre[at] : 0.0f);
-                        vec by = splat(centre ? divisor[at] : 255.0f);
-                        for (int part = 0; part < LANES; part += WIDTH) {
-                            ivec pixel = load_bytes(bytes + i * LANES + part);
-                            vec v = (__builtin_convertvector(pixel, vec) - less) / by;
-                            if (valid < LANES) v = keep(lanes_below(valid, part), v);
-                            store(lanes + (q + i) * LANES + part, v);
-                        }
-                    }
-                }
-            }
-        }
+    struct moves moves = {mirrored, top, left, fill};
+    for (int64_t first = 0; first < images; first += LANES, lanes += s->C * s->P * s->Q * LANES) {
+        int valid = (int)least(LANES, images - first);
+        int64_t rows[LANES];
+        for (int lane = 0; lane < valid; lane++) rows[lane] = first + lane;
+        block_of_bytes(pixels, end, rows, valid, s, &moves, first, centre, divisor, lanes);
     }
 }
 

@@ -314,11 +314,17 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
                             const int32_t *mirrored, const int32_t *top, const int32_t *left,
                             const float *fill, const float *centre, const float *divisor,
                             float *lanes);
-/* the same for whole images, where image i is the row rows[i] of the array `all`. Return 0 if a pixel
- * is NaN or infinite, else 1. */
-int64_t mpidl_rows_of_floats(const float *all, const int64_t *rows, int64_t images,
-                             const int64_t *shape, const float *centre, const float *divisor,
-                             float *lanes);
+/* Prepare a mini-batch of images in memory, on all threads. Image i is the row samples[i] % count of
+ * the array `floats` or `bytes` (count, C, H, W); the other of these two is NULL. Images of bytes are
+ * moved as in mpidl_images, images of floats are not. The label of image i is in the same row of
+ * `all_labels`, unless `labels` is NULL. The labels are written to `labels` (blocks, 16), with 0 in
+ * unused lanes. Return 0 if a pixel is NaN or infinite, or if a label is not in [0, classes), else
+ * 1. */
+int64_t mpidl_minibatch(const float *floats, const uint8_t *bytes, const int64_t *all_labels,
+                        int64_t count, const int64_t *samples, int64_t images,
+                        const int64_t *shape, const int32_t *mirrored, const int32_t *top,
+                        const int32_t *left, const uint8_t *fill, const float *centre,
+                        const float *divisor, int64_t classes, float *lanes, int32_t *labels);
 /* convert rows of a decoded picture to planes (C, H, W); shape is struct picture of images.c */
 void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes);
 /* the same for a picture in a struct ArrowArray (Arrow C data interface) at the address `array` */

@@ -54,6 +54,8 @@ class RecordedWorld:
         self.gradients: dict[str, np.ndarray] = {}
         memory = None if world.plain else world.host_memory()
         self.memory = memory if memory is not None and memory.has_all_ranks else None
+        self._result_buffers: list[np.ndarray] = []  # memory for the results of sums
+        self._free_buffers: list[np.ndarray] = []  # buffers of another step; see `share_results`
         self._replayed: dict[PendingExchange, HostSum] = {}
         self._by_address: dict[int, HostSum] = {}
         self._totals_of_results: Callable[[], dict[Any, Any]] = dict
@@ -127,6 +129,17 @@ class RecordedWorld:
             return self.world.reducer()
         return MessageReducer(self) if self.memory is None else SharedGradients(self)
 
+    def share_results(self, other: RecordedWorld) -> None:
+        """Store the results of sums in the memory of another step, which runs at other times."""
+        self._free_buffers = list(other._result_buffers)
+
+    def _result_buffer(self, size, dtype):
+        for i, buffer in enumerate(self._free_buffers):
+            if (buffer.size, buffer.dtype) == (size, dtype):
+                return self._free_buffers.pop(i)
+        self._result_buffers.append(np.empty(size, dtype))
+        return self._result_buffers[-1]
+
     def at_fixed_place(self, value: Any) -> Any:
         """Return a view of a Partial or array at a fixed address, without owning its memory."""
         if not isinstance(value, Partial):
@@ -153,7 +166,7 @@ class RecordedWorld:
             recorder.refuse(f"it sums values of type {dtype} over the ranks")
             return self.world.start_sum(tree, pieces, combine, dtype, name)
         if out is None:
-            out = recorder.constant(np.empty(sum(size for size, _ in pieces), dtype))
+            out = recorder.constant(self._result_buffer(sum(size for size, _ in pieces), dtype))
         places = [(size, [recorder.fix(np.asarray(n)) for n in nodes]) for size, nodes in pieces]
         host_sum = memory.sum_over_all(tree, places, combine, out)
         recorder.call_sum("sums_start", memory.up, host_sum)

@@ -354,6 +354,9 @@ class World(Messaging):
             raise ValueError(
                 f"gop: expected one of {', '.join(OPERATIONS)} or a function, got {operation!r}"
             )
+        if self.size == 1 and operation in ("min", "max") and type(value) is int:
+            if -(1 << 63) <= value < 1 << 63:
+                return value  # without NumPy, because the training loop calls gop in each iteration
         combine = operation if callable(operation) else OPERATIONS[operation]
         if isinstance(value, Partial):
             raise TypeError("gop: got a Partial; use world.gplus(value) to fold it")

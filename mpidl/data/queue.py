@@ -316,7 +316,7 @@ class MinibatchQueue:
             feed = FeedBuilder(self.pipeline, batch, batch.indices)
             feed.fetches, feed.unreadable_images = fetches, self._unreadable_images()
             return feed.job(self.workers)
-        builder = _BatchBuilder(batch, self.pipeline, self.arena)
+        builder = _BatchBuilder(batch, self.pipeline, self.arena, uses_team=not is_ahead)
         builder.fetches, builder.unreadable_images = fetches, self._unreadable_images()
         return Job(self.pipeline.tasks(builder.read, batch.blocks, self.workers), builder.result)
 
@@ -338,10 +338,14 @@ def need_full_batch(datastore: Datastore, batch_size: int, sampling: str = "glob
 
 
 class _BatchBuilder:
-    """Builder of a mini-batch on the CPU, with memory from an arena."""
+    """Builder of a mini-batch on the CPU, with memory from an arena.
 
-    def __init__(self, batch, pipeline, arena):
-        self.batch, self.pipeline = batch, pipeline
+    `uses_team` is whether the consumer's thread calls `read`, which may then use the threads that
+    compute.
+    """
+
+    def __init__(self, batch, pipeline, arena, uses_team):
+        self.batch, self.pipeline, self.uses_team = batch, pipeline, uses_team
         self.fetches: object = None  # the result of `Datastore.read_ahead`
         self.unreadable_images: dict[int, str] | None = None  # see `Pipeline.read_or_find`
         p, blocks = pipeline, batch.blocks
@@ -352,16 +356,18 @@ class _BatchBuilder:
 
     def read(self, first, stop):
         """Read and prepare blocks first..stop-1 of this rank's share."""
-        p, batch = self.pipeline, self.batch
+        p, batch, lanes = self.pipeline, self.batch, self.lanes[first:stop]
         indices = batch.indices[first * LANES : stop * LANES]
-        is_complete, labels = p.convert_floats(indices, self.lanes[first:stop])
-        if not is_complete:
-            data = p.read_or_find(indices, batch.epoch, batch.seed, self.unreadable_images)
-            if data is None:
-                return
-            pixels, labels = data
-            moves = p.moves(indices, batch.epoch, batch.seed)
-            fill_blocks(pixels, moves, p.normalization.arrays(), self.lanes[first:stop])
+        labels_of_blocks = None if self.labels is None else self.labels[first:stop]
+        keys = batch.epoch, batch.seed
+        if self.uses_team and p.gather(indices, *keys, lanes, labels_of_blocks):
+            return
+        data = p.read_or_find(indices, *keys, self.unreadable_images)
+        if data is None:
+            return
+        pixels, labels = data
+        moves = p.moves(indices, *keys)
+        fill_blocks(pixels, moves, p.normalization.arrays(), lanes)
         if labels is not None:
             full, rest = divmod(len(labels), LANES)  # only the last block can have fewer images
             blocks = labels[: full * LANES].reshape(full, LANES, *labels.shape[1:])

@@ -139,16 +139,13 @@ class HistoryRecorder:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a record with the keys of metrics.jsonl; ignore records of other kinds."""
-        kind = record.get("kind")
-        position = [record.get(name) for name in POSITION]
-        if kind not in KINDS or not all(map(_is_position, position)):
+        kind, epoch, iteration = (record.get(name) for name in ("kind", *POSITION))
+        if kind not in KINDS or not (_is_position(epoch) and _is_position(iteration)):
             return
-        values = [record.get(name) for name in VALUES]
-        self._columns[kind].append(
-            position, [v if type(v) is float else _number(v) for v in values]
-        )
+        columns = self._columns[kind]
+        columns.append((epoch, iteration), [record.get(name) for name in VALUES])
         if isinstance(record.get("metrics"), Mapping):
-            self._columns[kind].add_metrics(record["metrics"])
+            columns.add_metrics(record["metrics"])
 
     def cut(self, iteration: int) -> None:
         """Remove the records of iterations after `iteration`."""
@@ -179,7 +176,7 @@ class _Columns:
     def __init__(self) -> None:
         self.count = 0
         # Recent records that are not yet in the arrays. It is faster to copy several at a time.
-        self._recent: list[tuple[list[int], list[float]]] = []
+        self._recent: list[tuple[tuple[int, int], list[Any]]] = []
         self.positions = np.zeros((len(POSITION), 16), np.int64)
         self.values = np.zeros((len(VALUES), 16))
         self.metrics: dict[int, dict[str, float]] = {}  # {record: its metrics}
@@ -193,7 +190,7 @@ class _Columns:
                 for array in (self.positions, self.values)
             )
 
-    def append(self, position: list[int], values: list[float]) -> None:
+    def append(self, position: tuple[int, int], values: list[Any]) -> None:
         if self.count == self.positions.shape[1]:
             self.reserve(self.count + self.count // 2)
         self._recent.append((position, values))
@@ -206,7 +203,7 @@ class _Columns:
             columns = slice(self.count - len(self._recent), self.count)
             positions, values = zip(*self._recent, strict=True)
             self.positions[:, columns] = np.transpose(positions)
-            self.values[:, columns] = np.transpose(values)
+            self.values[:, columns] = np.transpose([[*map(_number, row)] for row in values])
             self._recent.clear()
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
@@ -252,6 +249,8 @@ def _is_position(value):
 
 
 def _number(value):
+    if type(value) is float:
+        return value
     try:
         return float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:  # an integer with more than 300 digits

@@ -1,4 +1,4 @@
-"""Record the training step on a CPU once, and replay it for every full mini-batch."""
+"""Record the training step on a CPU once per size of mini-batch, and replay it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpidl.attribute_changes import CountingDict
 from mpidl.autodiff import value_and_grad
 from mpidl.backends import settings
 from mpidl.backends.cpu import arenas, builds, recording
-from mpidl.backends.cpu.planned_arena import Lifetimes, Plan
+from mpidl.backends.cpu.planned_arena import Lifetimes, Plan, PlannedArena
 from mpidl.blocks import LANES, Batch, Blocked
 from mpidl.comm.unsummed_world import UnsummedWorld
 from mpidl.losses import label_loss
@@ -57,8 +57,9 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
 class StepProgram:
     """A program that replays the kernel calls of a training step on the host.
 
-    The constructor replaces the network's learnables and state with copies. The program updates
-    these copies and the arrays of the optimizer in place.
+    The constructor replaces the network's learnables and state with copies, unless the program
+    shares the arrays of another program. The program updates these copies and the arrays of the
+    optimizer in place.
 
     Parameters
     ----------
@@ -70,6 +71,9 @@ class StepProgram:
         The ranks.
     images, targets : Blocked
         The mini-batch to record.
+    largest : StepProgram, optional
+        A program for larger mini-batches of the same run, which must be current. The new program
+        updates the same arrays and uses the same memory. By default, the program has new arrays.
 
     Attributes
     ----------
@@ -83,12 +87,19 @@ class StepProgram:
     """
 
     def __init__(
-        self, net: Network, optimizer: Any, world: World, images: Blocked, targets: Blocked
+        self,
+        net: Network,
+        optimizer: Any,
+        world: World,
+        images: Blocked,
+        targets: Blocked,
+        largest: StepProgram | None = None,
     ) -> None:
         self._net, self._optimizer, self.batch = net, optimizer, images.batch
-        net.parameters = {name: _copied(array) for name, array in net.parameters.items()}
-        net.state = {name: _copied(array) for name, array in net.state.items()}
-        optimizer.prepare(net.parameters)
+        if largest is None:
+            net.parameters = {name: _copied(array) for name, array in net.parameters.items()}
+            net.state = {name: _copied(array) for name, array in net.state.items()}
+            optimizer.prepare(net.parameters)
         self._tables = [dict(table) for table in _tables(net, optimizer)]
         self._arrays = _arrays(net, optimizer)
         self._options = _options(net, optimizer)
@@ -98,10 +109,13 @@ class StepProgram:
         self._used_tables: list[Any] = []
         self._parts: list[Any] = []
         self._changes = -1
-        self._recorder = recording.Recorder(self._arrays)
-        self.arena = self._recorder.arena
+        arena: PlannedArena | None = None if largest is None else largest.arena
+        self._recorder = recording.Recorder(self._arrays, arena)
+        self.arena: PlannedArena = self._recorder.arena
         self._plans: dict[Any, Plan | None] = {}  # {shapes of a mini-batch: plan}
         self._world = world.recorded(self._recorder)
+        if largest is not None:
+            self._world.share_results(largest._world)
         self._counts = self._recorder.constant(images.batch.counts())
         self._samples = self._recorder.constant(np.zeros(images.batch.blocks * LANES, np.int64))
         self._uses_samples = False  # whether a recorded kernel uses the sample numbers

@@ -15,13 +15,23 @@ from mpidl.training import accumulation, cpu_step
 from mpidl.training.steps import EagerStep
 
 
+class _Recorded:
+    """A recorded program, and whether a replay has had the bytes of an eager step."""
+
+    def __init__(self, program: cpu_step.StepProgram) -> None:
+        self.program, self.is_checked = program, False
+
+
 class ReplayedStep(EagerStep):
     """A training step on the host that is recorded once and then replayed.
 
     The first mini-batch is recorded while it is computed eagerly. The second mini-batch is computed
     both eagerly and by replay. If the two gradients do not have the same bytes on all ranks, all
-    later steps run eagerly. Mini-batches of other sizes, and steps whose spans are stored for a
-    timeline, also run eagerly. Eager and replayed steps exchange the same messages.
+    later steps run eagerly. Steps whose spans are stored for a timeline also run eagerly. Eager and
+    replayed steps exchange the same messages.
+
+    Smaller mini-batches, such as the last of each epoch, have a program of their own, which uses
+    the same memory. It is recorded when a mini-batch has the same size as an earlier one.
 
     A hook may change settings of the network or the optimizer, possibly on one rank only. That rank
     then runs eagerly until the ranks agree to record again, at the first mini-batch of an epoch.
@@ -30,23 +40,33 @@ class ReplayedStep(EagerStep):
     same arguments as `EagerStep`.
     """
 
+    records_smaller = True  # whether smaller mini-batches are recorded, too
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.program: cpu_step.StepProgram | None = None
+        self._largest: _Recorded | None = None
+        self._smaller: dict[tuple[int, int], _Recorded | None] = {}  # None: seen once
+        self._current: _Recorded | None = None  # the program of the last mini-batch
         self._recording: cpu_step.StepProgram | None = None
-        self._is_checked, self._is_off, self._epoch = False, False, 0
+        self._is_off, self._epoch = False, 0
         self._finish: Callable[[Any, Any], None] = super()._update
 
+    @property
+    def program(self) -> cpu_step.StepProgram | None:
+        """The program for the largest mini-batches so far, or None."""
+        return None if self._largest is None else self._largest.program
+
     def close(self) -> None:
-        self.program, self._recording, self._epoch = None, None, 0
-        self._is_checked, self._is_off = False, False
+        self._largest, self._current, self._recording, self._epoch = None, None, None, 0
+        self._smaller.clear()
+        self._is_off = False
 
     def _compute(self, images, targets, info):
-        program = self.program
+        current = self._current
         if (
-            program is not None
-            and program.includes_update
-            and self._is_checked
+            current is not None
+            and current.is_checked
+            and (program := current.program).includes_update
             and images.batch.epoch == self._epoch
             and not self.observers
             and phases.spans() is None
@@ -62,25 +82,48 @@ class ReplayedStep(EagerStep):
     def _gradient(self, images, targets):
         if self._is_off or targets is None:
             return self._eager_gradient(images, targets)
-        if self.program is not None and images.batch.epoch != self._epoch:
+        if self._largest is not None and images.batch.epoch != self._epoch:
             self._agree()
         self._epoch = images.batch.epoch
-        if self.program is None or _size(images.batch) > _size(self.program.batch):
-            with phases.span("recording"):
-                return self._record(images, targets)
-        fits = self.program.fits(images, targets)
-        if fits and not self._is_checked:
+        if self._largest is None or _size(images.batch) > _size(self._largest.program.batch):
+            self.close()
+            return self._record(images, targets)
+        recorded = self._recorded(images, targets)
+        if recorded is None and self._is_repeated(images.batch):
+            self._agree()
+            return self._record(images, targets)
+        if recorded is not None and not recorded.is_checked:
             with phases.span("check of the recording"):
-                self._check(images, targets)
+                self._check(recorded, images, targets)
             return self._gradient(images, targets)
-        if not self.program.is_current():
+        program = (recorded or self._largest).program
+        if not program.is_current():
             return self._eager_gradient(images, targets)
-        if fits and phases.spans() is None:
+        self._current = recorded or self._largest
+        if recorded is not None and phases.spans() is None:
             self._finish = self._replay_update
-            return self.program.gradient(images, targets)
+            return program.gradient(images, targets)
         self._finish = self._update_in_place
-        with self.program.memory(self.objective, images, targets):
+        with program.memory(self.objective, images, targets):
             return super()._gradient(images, targets)
+
+    def _recorded(self, images, targets):
+        """Return the `_Recorded` whose program fits the mini-batch, or None."""
+        smaller = self._smaller.get(_size(images.batch))
+        for recorded in self._largest, smaller:
+            if recorded is not None and recorded.program.fits(images, targets):
+                return recorded
+        return None
+
+    def _is_repeated(self, batch):
+        """Return whether a mini-batch without a program has the size of an earlier mini-batch."""
+        size = _size(batch)
+        if not self.records_smaller or size == _size(self._largest.program.batch):
+            return False
+        if size not in self._smaller:
+            self._smaller[size] = None
+            return False
+        return self._smaller[size] is None
 
     def _eager_gradient(self, images, targets):
         self._finish = super()._update
@@ -90,36 +133,43 @@ class ReplayedStep(EagerStep):
         self._finish(gradients, state)
 
     def _agree(self):
-        """Discard the program unless it is current on all ranks. Collective."""
-        if not self.world.gop("and", self.program.is_current()):
+        """Discard the programs unless they are current on all ranks. Collective."""
+        programs = [r.program for r in (self._largest, *self._smaller.values()) if r is not None]
+        if not self.world.gop("and", all(program.is_current() for program in programs)):
             self.close()
 
     def _record(self, images, targets):
-        self.close()
-        self._recording = cpu_step.StepProgram(
-            self.net, self.optimizer, self.world, images, targets
-        )
-        self._finish = self._record_update
-        return self._recording.record_gradient(self.objective, images, targets)
+        """Record a step, in the memory of the largest program if there is one."""
+        arguments = self.net, self.optimizer, self.world, images, targets, self.program
+        self._recording, self._finish = cpu_step.StepProgram(*arguments), self._record_update
+        with phases.span("recording"):
+            return self._recording.record_gradient(self.objective, images, targets)
 
     def _record_update(self, gradients, state):
         self._end_recording(self._recording.record_update(gradients, state))
 
     def _end_recording(self, problem):
         self._is_off = not self.world.gop("and", problem is None)
-        self.program, self._recording = None if self._is_off else self._recording, None
+        recorded, self._recording = _Recorded(self._recording), None
+        if self._is_off:
+            self._largest = self._current = None
+        elif self._largest is None:
+            self._largest = self._current = recorded
+        else:
+            self._smaller[_size(recorded.program.batch)] = recorded
 
-    def _check(self, images, targets):
+    def _check(self, recorded, images, targets):
         """Compare the bytes of an eager and a replayed gradient; stop replaying if they differ."""
         self._agree()
-        if self.program is None:
+        if self._largest is None:
             return
-        with self.program.memory(self.objective, images, targets):
+        program = recorded.program
+        with program.memory(self.objective, images, targets):
             expected = cpu_step.digest(*super()._gradient(images, targets))
-        value, gradients, _ = self.program.gradient(images, targets)
-        is_equal = expected == cpu_step.digest(value, gradients, self.program.state)
-        self._is_checked = self.world.gop("and", is_equal)
-        if not self._is_checked:
+        value, gradients, _ = program.gradient(images, targets)
+        is_equal = expected == cpu_step.digest(value, gradients, program.state)
+        recorded.is_checked = self.world.gop("and", is_equal)
+        if not recorded.is_checked:
             self.close()
             self._is_off = True
             if self.world.rank == 0:
@@ -127,7 +177,7 @@ class ReplayedStep(EagerStep):
                 print(f"{text} this. The training continues with eager steps.", file=sys.stderr)
 
     def _update_in_place(self, gradients, state):
-        with arenas.through(self.program.arena):
+        with arenas.through(self._current.program.arena):
             parameters = self.optimizer(self.net.parameters, gradients)
             for news, olds in ((parameters, self.net.parameters), (state, self.net.state)):
                 for name, old in olds.items():
@@ -135,15 +185,18 @@ class ReplayedStep(EagerStep):
                         np.copyto(old, news[name])
 
     def _replay_update(self, gradients, state):
-        self.program.update()
+        self._current.program.update()
 
 
 class ReplayedParts(ReplayedStep):
     """A training step on the host that replays the gradients of the parts of mini-batches.
 
     The program computes only the gradient of a part. The sum of the gradients and the update of the
-    network are computed eagerly. The constructor takes the same arguments as `EagerStep`.
+    network are computed eagerly, as are smaller parts. The constructor takes the same arguments as
+    `EagerStep`.
     """
+
+    records_smaller = False
 
     def _gradient(self, images, targets):
         if not isinstance(images.batch, PartedBatch):

@@ -111,7 +111,8 @@ def assert_equal(net, solver, world, **arguments):
 
 @pytest.mark.parametrize("net", NETWORKS)
 def test_replays_have_the_bytes_of_eager_steps(net, world):
-    assert assert_equal(NETWORKS[net], SOLVERS["sgdm"], world).program is not None
+    program = assert_equal(NETWORKS[net], SOLVERS["sgdm"], world).program
+    assert program is not None and None not in program._plans.values()
 
 
 @pytest.mark.parametrize("solver", [name for name in SOLVERS if name != "sgdm"])
@@ -166,6 +167,69 @@ def counts(monkeypatch):
     return counts
 
 
+@pytest.mark.parametrize("net", NETWORKS)
+def test_the_smaller_last_mini_batch_of_an_epoch_is_replayed(net, world, counts):
+    """Its 20 images are fewer blocks than 3 ranks, so one rank has no images."""
+    step = assert_equal(NETWORKS[net], SOLVERS["decay and clipping"], world, epochs=6)
+    # It is computed eagerly once and then recorded. A check replays a mini-batch twice.
+    assert len(counts) == 2 * 6 - 1 + 1 + 6 - 2 + 1
+    (smaller,) = step._smaller.values()
+    assert smaller.program.batch.count == 20 and smaller.is_checked
+
+
+def test_a_replayed_smaller_mini_batch_uses_little_more_memory(world):
+    steps = [run(world, ReplayedStep, small(), dl.SGDM(0.1), epochs=n)[0] for n in (1, 4)]
+    assert steps[1]._smaller[20, 0].program.arena is steps[1].program.arena
+    assert steps[0].program.arena.bytes == steps[1].program.arena.bytes
+
+
+@pytest.mark.parametrize("iteration", [6, 7, 8, 9, 10, 11, 12, 13])
+def test_changes_between_mini_batches_of_two_sizes(iteration, world):
+    """Before and after recording both sizes, arrays or settings are replaced on one or all ranks.
+
+    Epochs have three iterations.
+    """
+
+    def change(step, current):
+        net = step.net
+        if current == iteration:
+            net.parameters = {name: array * 0.5 for name, array in net.parameters.items()}
+        if current == iteration + 3:
+            net.state = {name: array + 0.25 for name, array in net.state.items()}
+        if current == iteration + 5 and world.rank == 0:
+            net.parameters = dict(net.parameters)
+        if current == iteration + 7 and world.rank == 0:
+            net.fuse = False
+        if current == iteration + 8:
+            step.optimizer.transforms[-1].momentum = 0.5
+
+    assert_equal(residual, SOLVERS["sgdm"], world, change=change, epochs=9)
+
+
+def test_mini_batches_of_many_sizes(world):
+    """The sizes change, for example, if images are skipped."""
+    sizes = [40, 25, 40, 24, 25, 23, 25, 40, 25, 24, 40, 24, 24]
+
+    def train(step_class):
+        net, optimizer = small(), dl.SGDM(0.1)
+        step = step_class(net, optimizer, "crossentropy", world, 1, None, lambda rate: "")
+        losses = []
+        for iteration, size in enumerate(sizes, 1):
+            ((images, labels),) = MinibatchQueue(pictures(size), size, 0, world).epoch(1)
+            info = StepInfo(1, iteration, size, 0.1, 0.0)
+            losses += [result.loss for result in step.submit(images, labels, info)]
+        return losses, weights_sha256(net), step
+
+    *expected, _ = train(EagerStep)
+    *results_of_replays, step = train(ReplayedStep)
+    assert results_of_replays == expected
+    assert {size: r is not None for (size, _), r in step._smaller.items()} == {
+        25: True,
+        24: True,
+        23: False,
+    }
+
+
 def test_trainings_with_mixed_images_replay_steps(world, counts):
     options = {"batch_size": 40, "mixup": 0.4, "label_smoothing": 0.1, "shuffle": "every-epoch"}
     replayed, _ = trained(world, **options)
@@ -207,7 +271,8 @@ def test_networks_of_the_zoo_are_recorded(net, world):
     store = dl.ArrayDatastore(images, np.arange(24) % classes)
     create = functools.partial(getattr(zoo, net), shape, classes)
     arguments = {"store": store, "batch": 20, "epochs": 3}
-    assert assert_equal(create, SOLVERS["sgdm"], world, **arguments).program is not None
+    program = assert_equal(create, SOLVERS["sgdm"], world, **arguments).program
+    assert program is not None and None not in program._plans.values()
 
 
 @pytest.fixture

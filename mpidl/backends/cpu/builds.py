@@ -29,8 +29,8 @@ ORDER = list(NEEDS)
 # mini-batches may call these functions at any time. The progress hook (see `watch`) may call the
 # functions of sums.c at any time. All other functions run one at a time.
 ANY_THREAD = {
-    *("images", "images_of_floats", "rows_of_floats", "keyed_words", "planes", "planes_of_arrow"),
-    *("warp", "warp_of_floats"),
+    *("images", "images_of_floats", "warp", "warp_of_floats", "planes", "planes_of_arrow"),
+    "keyed_words",
     *("sums_start", "sums_advance", "sums_wait", "sums_leave"),
 }
 # The lock that is held during a call, and the thread that holds it.

@@ -2,7 +2,7 @@
 
 The module `backends.training_interface` documents the functions, except `planes_of_arrow`. Every
 function runs only in the calling thread. Several threads may call the functions at the same time to
-prepare mini-batches in advance.
+prepare mini-batches in advance. `MemoryImages` uses all threads of the kernels.
 """
 
 import functools
@@ -39,29 +39,56 @@ def images(
     return lanes
 
 
-def rows_of_floats(array, rows, centre=None, divisor=None, *, out):
-    """Convert the images array[rows] to `out`, without a copy of their pixels.
+class MemoryImages:
+    """Images and labels in memory, from which one call of a kernel prepares a mini-batch.
 
     Parameters
     ----------
-    array : (n, C, H, W) float32
-        Images, C-ordered.
-    rows : (count,) int64
-        Index of each image, from 0 to n - 1.
+    images : (n, C, H, W) float32 or uint8
+        The images, C-ordered.
+    labels : (n,) int64 or None
+        Their labels, C-ordered.
+    classes : int or None
+        Number of classes, if labels must be below this number.
+    size : (P, Q)
+        Size of the normalized images; (H, W) if the pixels are floats.
     centre, divisor : (C,) or (C, H, W) float32, optional
-        The result is (pixel - centre) / divisor.
-    out : (blocks, C, H, W, 16) float32
-        Array for the result; unused lanes are 0.
-
-    Returns
-    -------
-    bool
-        False if a pixel is NaN or infinite.
+        Normalized pixels are (pixel - centre) / divisor.
     """
-    image = array.shape[1:]
-    shape = np.array([*image, *image[1:], centre is not None and np.ndim(centre) == 3], np.int64)
-    numbers = (_or_none(v, np.float32) for v in (centre, divisor))
-    return bool(kernels().rows_of_floats(array, rows, len(rows), shape, *numbers, out))
+
+    def __init__(self, images, labels, classes, size, centre=None, divisor=None):
+        self.images, self.labels = images, labels
+        of_pixels = centre is not None and np.ndim(centre) == 3
+        both = (images, None) if images.dtype == np.float32 else (None, images)
+        self._source = *both, labels, len(images)
+        self._shape = np.array([*images.shape[1:], *size, of_pixels], np.int64)
+        statistics = (_or_none(v, np.float32) for v in (centre, divisor))
+        self._rules = *statistics, 1 << 31 if classes is None else classes
+
+    def prepare(self, samples, lanes, labels, mirrored=None, top=None, left=None, fill=None):
+        """Write the images and labels of a mini-batch to `lanes` and `labels`.
+
+        All threads of the library share the work, so other threads wait for their kernels.
+
+        Parameters
+        ----------
+        samples : (count,) int64
+            Sample numbers, from 0. Sample s refers to image s % n.
+        lanes : (blocks, C, P, Q, 16) float32
+            Array for the normalized images; unused lanes become 0.
+        labels : (blocks, 16) int32 or None
+            Array for the labels; unused lanes become 0.
+        mirrored, top, left, fill
+            The moves of each image, as for `Backend.images`. Images of floats cannot be moved.
+
+        Returns
+        -------
+        bool
+            False if a pixel is not finite, or if a label is negative or too large.
+        """
+        moves = *(_or_none(m, np.int32) for m in (mirrored, top, left)), _or_none(fill, np.uint8)
+        arguments = samples, len(samples), self._shape, *moves, *self._rules, lanes, labels
+        return bool(kernels().minibatch(*self._source, *arguments))
 
 
 def _or_none(option, dtype):

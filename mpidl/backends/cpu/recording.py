@@ -123,6 +123,8 @@ class Recorder:
     owned : list of ndarray
         Learnables, state and optimizer arrays. The step may update these arrays in place, and
         their addresses must not change.
+    arena : PlannedArena, optional
+        The arena of another recorder's step, which runs at other times. By default, a new arena.
 
     Attributes
     ----------
@@ -134,8 +136,8 @@ class Recorder:
         Function that waits for a sum over the ranks, given its address; see `program.Calls`.
     """
 
-    def __init__(self, owned):
-        self.problem, self.arena, self.inputs = None, _Arena(), Inputs()
+    def __init__(self, owned, arena=None):
+        self.problem, self.arena, self.inputs = None, arena or _Arena(), Inputs()
         self.wait = None
         self.arena.on_take, self._thread = self._allocated, threading.get_ident()
         self._starts, self._ranges = [], {}

@@ -90,6 +90,7 @@ class Pipeline:
         mixing: Mixing | None = None,
     ):
         self.mixing: Mixing | None = None
+        self._in_memory: cpu_images.MemoryImages | None = None  # see `_memory_images`
         self.datastore, self.augmenter, self.function = datastore, augmenter, function
         self.classes, self.ignore_label = classes, ignore_label
         shape, self.dtype = tuple(datastore.image_shape), np.dtype(datastore.dtype)
@@ -126,15 +127,38 @@ class Pipeline:
         self.normalization = normalization.window(self.image_shape[1:])
         self.normalization.check(self.image_shape)
 
-    def _unchanged_floats(self):
-        """Return all images as one array if they are floats that only need to be normalized."""
-        array = self.datastore.array()
-        if array is None or array.dtype != np.float32 or not array.flags.c_contiguous:
+    def _memory_images(self):
+        """Return a MemoryImages if all images are in memory, and are at most moved and normalized.
+
+        Otherwise, return None.
+        """
+        images, labels = self.datastore.array(), self.datastore.labels
+        if images is None:
             return None
-        if len(array) != len(self.datastore):
-            return None
-        is_changed = self.changes_pixels or self.augmenter is not None
-        return None if is_changed or self.image_shape != array.shape[1:] else array
+        current = self._in_memory
+        if current is None or current.images is not images or current.labels is not labels:
+            if not self._can_gather(images, labels):
+                return None
+            rules = self.classes, self.image_shape[1:]
+            current = cpu_images.MemoryImages(images, labels, *rules, **self.normalization.arrays())
+            self._in_memory = current
+        return current
+
+    def _can_gather(self, images, labels):
+        """Return whether a kernel can read these images and labels."""
+        has_float_images = images.dtype == np.float32
+        is_cropped = self.image_shape != images.shape[1:]
+        return (
+            kernels() is not None
+            and not self.changes_pixels
+            and self.datastore.targets_shape is None
+            and (images.dtype == np.uint8 or has_float_images)
+            and not (has_float_images and (self.augmenter is not None or is_cropped))
+            and images.flags.c_contiguous
+            and images.shape == (len(self.datastore), *self.datastore.image_shape)
+            and (labels is None or (labels.dtype == np.int64 and labels.flags.c_contiguous))
+            and (labels is None or labels.shape == images.shape[:1])
+        )
 
     def _set_mixing(self, mixing):
         """Make `read` mix images and labels, and set the new shape and type of the labels."""
@@ -273,38 +297,40 @@ class Pipeline:
             return self.mixing.apply(pixels, labels, samples, self.classes, **keys)
         return pixels, labels
 
-    def convert_floats(
-        self, samples: np.ndarray, lanes: np.ndarray
-    ) -> tuple[bool, np.ndarray | None]:
-        """Convert float images that are in memory and are not changed, without copying them first.
+    def gather(
+        self,
+        samples: np.ndarray,
+        epoch: int,
+        seed: int,
+        lanes: np.ndarray,
+        labels: np.ndarray | None,
+    ) -> bool:
+        """Prepare images that are in memory, without copying them first, on all kernel threads.
+
+        Only the consumer's thread may call this method, because it uses the threads that compute.
 
         Parameters
         ----------
         samples : ndarray
-            Sample numbers (n,).
+            Sample numbers (n,), int64.
+        epoch, seed : int
+            Further keys of the random numbers.
         lanes : ndarray
-            Memory for the normalized images, (blocks, C, H, W, 16) float32.
+            Memory for the normalized images, (blocks, C, P, Q, 16) float32.
+        labels : ndarray or None
+            Memory for the labels, (blocks, 16) int32. None if there are no labels.
 
         Returns
         -------
-        is_complete : bool
+        bool
             False if this is not possible, or if the data are invalid. `read` then raises the error.
-        labels : ndarray or None
-            The second result of `read`.
         """
-        floats = self._unchanged_floats()
-        if floats is None or kernels() is None:
-            return False, None
-        indices, statistics = self.image_indices(samples), self.normalization.arrays()
-        if not cpu_images.rows_of_floats(floats, indices, **statistics, out=lanes):
-            return False, None
-        try:
-            labels = self._labels(indices)
-            if self.classes is not None and labels is not None:
-                check_below(self.classes, labels, self.datastore, indices, self.ignore_label)
-        except UserError:
-            return False, None
-        return True, labels
+        images = self._memory_images()
+        if images is None:
+            return False
+        moves = self.moves(samples, epoch, seed)
+        moves.pop("size", None)
+        return images.prepare(samples, lanes, labels, **moves)
 
     def image_indices(self, samples: np.ndarray) -> np.ndarray:
         """Return each sample's image index in the datastore."""

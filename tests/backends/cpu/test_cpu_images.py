@@ -196,31 +196,65 @@ def test_scipy_warps_images_alike(kind):
         assert error < (0.5001 if kind == np.uint8 else 1e-3)
 
 
+def prepared(threads, source, samples, lanes, labels, **moves):
+    """Prepare a mini-batch with a number of threads. Return the result of `prepare`."""
+    builds.kernels().set_threads(threads)
+    try:
+        return source.prepare(samples, lanes, labels, **moves)
+    finally:
+        builds.kernels().set_threads(settings.threads)
+
+
 @needs_kernels
+@pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("statistics", [None, "per channel", "per pixel"])
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 40, 41)])
 @pytest.mark.parametrize("count", [0, 1, 16, 37])
-def test_rows_of_floats_have_the_bytes_of_copied_images(count, shape, statistics):
+@pytest.mark.parametrize("kind", ["floats", "bytes", "moved bytes"])
+def test_minibatches_in_memory_have_the_bytes_of_copied_images(
+    kind, count, shape, statistics, threads
+):
     random = np.random.default_rng(0)
-    array = random.uniform(-1, 1, (20, *shape)).astype(np.float32)
-    rows = random.integers(0, 20, count)
+    array = random.integers(0, 256, (20, *shape)).astype(np.uint8)
+    array = array / np.float32(100) if kind == "floats" else array
+    labels, samples = np.arange(20) % 10, random.integers(0, 60, count)  # images are repeated
+    window, size = {}, shape[1:]
+    if kind == "moved bytes":
+        size = (max(shape[1] - 1, 1), shape[2] + 2)
+        window = moves(count, shape) | {"fill": np.arange(1, shape[0] + 1, dtype=np.uint8)}
     numbers = {}
     if statistics:
-        size = shape if statistics == "per pixel" else shape[:1]
-        numbers["centre"] = random.uniform(0, 1, size).astype(np.float32)
-        numbers["divisor"] = random.uniform(1, 2, size).astype(np.float32)
-    expected = reference.images(array[rows], **numbers)
-    out = np.full(expected.shape, np.nan, np.float32)
-    assert images.rows_of_floats(array, rows, **numbers, out=out)
-    assert out.tobytes() == np.asarray(expected).tobytes()
+        numbers_shape = (shape[0], *size) if statistics == "per pixel" else shape[:1]
+        numbers["centre"] = random.uniform(0, 1, numbers_shape).astype(np.float32)
+        numbers["divisor"] = random.uniform(1, 2, numbers_shape).astype(np.float32)
+    expected = reference.images(array[samples % 20], size, **window, **numbers)
+    lanes = np.full(expected.shape, np.nan, np.float32)
+    rows = np.full((len(lanes), 16), -1, np.int32)
+    source = images.MemoryImages(array, labels, 10, size, **numbers)
+    assert prepared(threads, source, samples, lanes, rows, **window)
+    assert lanes.tobytes() == np.asarray(expected).tobytes()
+    assert (rows.ravel()[:count] == labels[samples % 20]).all() and not rows.ravel()[count:].any()
 
 
 @needs_kernels
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.finfo(np.float32).max])
-def test_rows_of_floats_that_are_not_finite_are_noticed(value):
-    array = np.zeros((20, 1, 40, 41), np.float32)
+def test_floats_that_are_not_finite_are_noticed(value, threads):
+    array = np.zeros((40, 1, 40, 41), np.float32)
     array[7, 0, 39, 40] = value
-    rows = np.array([3, 7, 19])
-    out = np.empty((1, 1, 40, 41, 16), np.float32)
-    assert images.rows_of_floats(array, rows, out=out) == bool(np.isfinite(value))
-    assert images.rows_of_floats(array, rows[[0, 2]], out=out)
+    source, samples = images.MemoryImages(array, None, None, (40, 41)), np.arange(40)
+    lanes = np.empty((3, 1, 40, 41, 16), np.float32)
+    assert prepared(threads, source, samples, lanes, None) == bool(np.isfinite(value))
+    assert prepared(threads, source, samples[8:], lanes, None)
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("label, classes", [(-1, 3), (3, 3), (2, 3), (1 << 31, None), (-1, None)])
+def test_labels_that_are_negative_or_too_large_are_noticed(label, classes, threads):
+    labels = np.zeros(40, np.int64)
+    labels[7] = label
+    source = images.MemoryImages(np.zeros((40, 1, 2, 2), np.uint8), labels, classes, (2, 2))
+    lanes, rows = np.empty((3, 1, 2, 2, 16), np.float32), np.empty((3, 16), np.int32)
+    assert prepared(threads, source, np.arange(40), lanes, rows) == (label == 2)
+    assert prepared(threads, source, np.arange(8, 40), lanes, rows)
