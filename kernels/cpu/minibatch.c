@@ -59,7 +59,7 @@ struct minibatch {
     const struct crop *shape;
     struct moves moves;
     const float *centre, *divisor;
-    int64_t classes;
+    int64_t classes, ignored;
     float *lanes;
     int32_t *labels;
     atomic_int is_invalid;
@@ -80,7 +80,7 @@ static void prepare(const struct team *team, void *minibatch, int64_t block) {
                        &m->moves, first, m->centre, m->divisor, lanes);
     for (int64_t i = 0; m->labels && i < LANES; i++) {
         int64_t label = i < valid ? m->all_labels[rows[i]] : 0;
-        is_valid &= label >= 0 && label < m->classes;
+        is_valid &= m->classes < 0 || label == m->ignored || (label >= 0 && label < m->classes);
         m->labels[first + i] = (int32_t)label;
     }
     if (!is_valid) atomic_store(&m->is_invalid, 1);
@@ -90,10 +90,11 @@ int64_t mpidl_minibatch(const float *floats, const uint8_t *bytes, const int64_t
                         int64_t count, const int64_t *samples, int64_t images,
                         const int64_t *shape, const int32_t *mirrored, const int32_t *top,
                         const int32_t *left, const uint8_t *fill, const float *centre,
-                        const float *divisor, int64_t classes, float *lanes, int32_t *labels) {
+                        const float *divisor, int64_t classes, int64_t ignored, float *lanes,
+                        int32_t *labels) {
     struct minibatch m = {floats, bytes, all_labels, count, samples, images,
                           (const struct crop *)shape, {mirrored, top, left, fill}, centre,
-                          divisor, classes, lanes, labels, 0};
+                          divisor, classes, ignored, lanes, labels, 0};
     each_block(parts_of(images, LANES), prepare, &m, 0, 0);
     return !m.is_invalid;
 }

@@ -318,13 +318,14 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
  * the array `floats` or `bytes` (count, C, H, W); the other of these two is NULL. Images of bytes are
  * moved as in mpidl_images, images of floats are not. The label of image i is in the same row of
  * `all_labels`, unless `labels` is NULL. The labels are written to `labels` (blocks, 16), with 0 in
- * unused lanes. Return 0 if a pixel is NaN or infinite, or if a label is not in [0, classes), else
- * 1. */
+ * unused lanes. Return 0 if a pixel is NaN or infinite, or if a label is neither `ignored` nor in
+ * [0, classes), else 1. If classes is negative, all labels are valid. */
 int64_t mpidl_minibatch(const float *floats, const uint8_t *bytes, const int64_t *all_labels,
                         int64_t count, const int64_t *samples, int64_t images,
                         const int64_t *shape, const int32_t *mirrored, const int32_t *top,
                         const int32_t *left, const uint8_t *fill, const float *centre,
-                        const float *divisor, int64_t classes, float *lanes, int32_t *labels);
+                        const float *divisor, int64_t classes, int64_t ignored, float *lanes,
+                        int32_t *labels);
 /* convert rows of a decoded picture to planes (C, H, W); shape is struct picture of images.c */
 void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes);
 /* the same for a picture in a struct ArrowArray (Arrow C data interface) at the address `array` */

@@ -14,6 +14,8 @@ from mpidl.data.parts import PartedBatch
 from mpidl.training import accumulation, cpu_step
 from mpidl.training.steps import EagerStep
 
+MOST_SMALLER = 4  # largest number of programs for smaller mini-batches
+
 
 class _Recorded:
     """A recorded program, and whether a replay has had the bytes of an eager step."""
@@ -31,7 +33,8 @@ class ReplayedStep(EagerStep):
     replayed steps exchange the same messages.
 
     Smaller mini-batches, such as the last of each epoch, have a program of their own, which uses
-    the same memory. It is recorded when a mini-batch has the same size as an earlier one.
+    the same memory. It is recorded when a mini-batch has the same size as an earlier one, for up to
+    `MOST_SMALLER` sizes.
 
     A hook may change settings of the network or the optimizer, possibly on one rank only. That rank
     then runs eagerly until the ranks agree to record again, at the first mini-batch of an epoch.
@@ -123,7 +126,8 @@ class ReplayedStep(EagerStep):
         if size not in self._smaller:
             self._smaller[size] = None
             return False
-        return self._smaller[size] is None
+        recorded = [r for r in self._smaller.values() if r is not None]
+        return self._smaller[size] is None and len(recorded) < MOST_SMALLER
 
     def _eager_gradient(self, images, targets):
         self._finish = super()._update
@@ -149,10 +153,10 @@ class ReplayedStep(EagerStep):
         self._end_recording(self._recording.record_update(gradients, state))
 
     def _end_recording(self, problem):
-        self._is_off = not self.world.gop("and", problem is None)
         recorded, self._recording = _Recorded(self._recording), None
-        if self._is_off:
-            self._largest = self._current = None
+        if not self.world.gop("and", problem is None):
+            self.close()
+            self._is_off = True
         elif self._largest is None:
             self._largest = self._current = recorded
         else:

@@ -12,6 +12,7 @@ from single_rank import numbers
 from mpidl.blocks import LANES, blocks_of
 from mpidl.data import ArrayDatastore, Augmenter, MinibatchQueue, queue
 from mpidl.data.datastore import Datastore
+from mpidl.data.transforms.normalize import Normalization
 from mpidl.errors import UserError
 
 SIZES = (1, 2, 3, 5, 7)
@@ -292,3 +293,21 @@ def test_a_read_method_of_the_instance_is_called():
 def test_the_load_may_be_a_list():
     store = ArrayDatastore(np.ones((20, 1, 2, 2), np.float32))
     assert len([*MinibatchQueue(store, 20, load=[1]).epoch(1)]) == 1
+
+
+def test_labels_that_are_removed_between_epochs():
+    store = ArrayDatastore(np.ones((20, 1, 2, 2), np.float32), np.arange(20) % 2)
+    queue = MinibatchQueue(store, 20)
+    assert next(queue.epoch(1))[1].lanes.any()
+    store.labels = None
+    assert (next(queue.epoch(1))[0].lanes.sum(axis=(0, 4)) == 20).all()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_a_normalization_that_is_replaced_between_epochs(dtype):
+    store = ArrayDatastore(np.ones((20, 1, 2, 2), dtype))
+    queue = MinibatchQueue(store, 20)
+    (before,) = epoch_sums(queue, 1)
+    half, four = np.float32([0.5]), np.float32([4])
+    queue.pipeline.normalization = Normalization("zscore", half, four)
+    assert epoch_sums(queue, 2) == [20 * 4 * 0.125] != [before]

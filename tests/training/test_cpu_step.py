@@ -177,10 +177,13 @@ def test_the_smaller_last_mini_batch_of_an_epoch_is_replayed(net, world, counts)
     assert smaller.program.batch.count == 20 and smaller.is_checked
 
 
-def test_a_replayed_smaller_mini_batch_uses_little_more_memory(world):
-    steps = [run(world, ReplayedStep, small(), dl.SGDM(0.1), epochs=n)[0] for n in (1, 4)]
-    assert steps[1]._smaller[20, 0].program.arena is steps[1].program.arena
-    assert steps[0].program.arena.bytes == steps[1].program.arena.bytes
+def test_programs_for_smaller_mini_batches_use_the_memory_of_the_largest(world):
+    step, _ = run(world, ReplayedStep, small(), dl.SGDM(0.1), epochs=4)
+    smaller = step._smaller[20, 0].program
+    assert smaller.arena is step.program.arena
+    for name, array in smaller._tables[0].items():
+        assert array is step.program._tables[0][name]
+    assert not smaller._world._result_buffers  # with several ranks, all buffers are shared
 
 
 @pytest.mark.parametrize("iteration", [6, 7, 8, 9, 10, 11, 12, 13])
@@ -206,28 +209,44 @@ def test_changes_between_mini_batches_of_two_sizes(iteration, world):
     assert_equal(residual, SOLVERS["sgdm"], world, change=change, epochs=9)
 
 
+def train_on_sizes(step_class, sizes, world):
+    """Train on mini-batches of these sizes. Return the losses, a hash of the weights, the step."""
+    net, optimizer = small(), dl.SGDM(0.1)
+    step = step_class(net, optimizer, "crossentropy", world, 1, None, lambda rate: "")
+    losses = []
+    for iteration, size in enumerate(sizes, 1):
+        ((images, labels),) = MinibatchQueue(pictures(size), size, 0, world).epoch(1)
+        info = StepInfo(1, iteration, size, 0.1, 0.0)
+        losses += [result.loss for result in step.submit(images, labels, info)]
+    return losses, weights_sha256(net), step
+
+
 def test_mini_batches_of_many_sizes(world):
-    """The sizes change, for example, if images are skipped."""
-    sizes = [40, 25, 40, 24, 25, 23, 25, 40, 25, 24, 40, 24, 24]
-
-    def train(step_class):
-        net, optimizer = small(), dl.SGDM(0.1)
-        step = step_class(net, optimizer, "crossentropy", world, 1, None, lambda rate: "")
-        losses = []
-        for iteration, size in enumerate(sizes, 1):
-            ((images, labels),) = MinibatchQueue(pictures(size), size, 0, world).epoch(1)
-            info = StepInfo(1, iteration, size, 0.1, 0.0)
-            losses += [result.loss for result in step.submit(images, labels, info)]
-        return losses, weights_sha256(net), step
-
-    *expected, _ = train(EagerStep)
-    *results_of_replays, step = train(ReplayedStep)
+    """The sizes change, for example, if images are skipped. At most four sizes are recorded."""
+    sizes = [40, 25, 40, 24, 25, 23, 25, 40, 25, 24, 40, 24, 24, *[22, 21, 20] * 3]
+    *expected, _ = train_on_sizes(EagerStep, sizes, world)
+    *results_of_replays, step = train_on_sizes(ReplayedStep, sizes, world)
     assert results_of_replays == expected
-    assert {size: r is not None for (size, _), r in step._smaller.items()} == {
-        25: True,
-        24: True,
-        23: False,
-    }
+    recorded = [size for (size, _), r in step._smaller.items() if r is not None]
+    assert recorded == [25, 24, 22, 21] and step._smaller[20, 0] is None
+
+
+def test_a_smaller_mini_batch_that_cannot_be_recorded(world, monkeypatch):
+    finish = Recorder.finish
+    sizes = [40, 40, 25, 25, 25, 24, 24, 40, 40, 24]
+    *expected, _ = train_on_sizes(EagerStep, sizes, world)
+    programs = []
+
+    def refuse_third(self):
+        programs.append(self)
+        if len(programs) == 3 and world.rank == world.size - 1:
+            self.refuse("the test refuses it")
+        return finish(self)
+
+    monkeypatch.setattr(Recorder, "finish", refuse_third)
+    *results_of_replays, step = train_on_sizes(ReplayedStep, sizes, world)
+    assert results_of_replays == expected and len(programs) == 3
+    assert step.program is None and not step._smaller
 
 
 def test_trainings_with_mixed_images_replay_steps(world, counts):

@@ -50,20 +50,23 @@ class MemoryImages:
         Their labels, C-ordered.
     classes : int or None
         Number of classes, if labels must be below this number.
+    ignore_label : int or None
+        A label that is valid although it is outside 0..classes-1.
     size : (P, Q)
         Size of the normalized images; (H, W) if the pixels are floats.
     centre, divisor : (C,) or (C, H, W) float32, optional
         Normalized pixels are (pixel - centre) / divisor.
     """
 
-    def __init__(self, images, labels, classes, size, centre=None, divisor=None):
-        self.images, self.labels = images, labels
+    def __init__(self, images, labels, classes, ignore_label, size, centre=None, divisor=None):
         of_pixels = centre is not None and np.ndim(centre) == 3
         both = (images, None) if images.dtype == np.float32 else (None, images)
         self._source = *both, labels, len(images)
         self._shape = np.array([*images.shape[1:], *size, of_pixels], np.int64)
         statistics = (_or_none(v, np.float32) for v in (centre, divisor))
-        self._rules = *statistics, 1 << 31 if classes is None else classes
+        classes = -1 if classes is None else classes
+        ignored = -(1 << 63) if ignore_label is None else ignore_label
+        self._rules = *statistics, classes, ignored
 
     def prepare(self, samples, lanes, labels, mirrored=None, top=None, left=None, fill=None):
         """Write the images and labels of a mini-batch to `lanes` and `labels`.
@@ -84,7 +87,7 @@ class MemoryImages:
         Returns
         -------
         bool
-            False if a pixel is not finite, or if a label is negative or too large.
+            False if a pixel is not finite, or if a label is invalid.
         """
         moves = *(_or_none(m, np.int32) for m in (mirrored, top, left)), _or_none(fill, np.uint8)
         arguments = samples, len(samples), self._shape, *moves, *self._rules, lanes, labels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -90,7 +91,9 @@ class Pipeline:
         mixing: Mixing | None = None,
     ):
         self.mixing: Mixing | None = None
-        self._in_memory: cpu_images.MemoryImages | None = None  # see `_memory_images`
+        # The images that `_memory_images` returned last, and the objects from which it made them.
+        self._in_memory: cpu_images.MemoryImages | None = None
+        self._sources: tuple[Any, ...] = (None,)
         self.datastore, self.augmenter, self.function = datastore, augmenter, function
         self.classes, self.ignore_label = classes, ignore_label
         shape, self.dtype = tuple(datastore.image_shape), np.dtype(datastore.dtype)
@@ -135,14 +138,15 @@ class Pipeline:
         images, labels = self.datastore.array(), self.datastore.labels
         if images is None:
             return None
-        current = self._in_memory
-        if current is None or current.images is not images or current.labels is not labels:
-            if not self._can_gather(images, labels):
-                return None
-            rules = self.classes, self.image_shape[1:]
-            current = cpu_images.MemoryImages(images, labels, *rules, **self.normalization.arrays())
-            self._in_memory = current
-        return current
+        settings = self.augmenter, self.normalization, self.crop, self.function, self.mixing
+        sources = images, labels, self.classes, self.ignore_label, *settings
+        if not all(map(operator.is_, sources, self._sources)):
+            self._sources, self._in_memory = sources, None
+            if self._can_gather(images, labels):
+                rules = self.classes, self.ignore_label, self.image_shape[1:]
+                statistics = self.normalization.arrays()
+                self._in_memory = cpu_images.MemoryImages(images, labels, *rules, **statistics)
+        return self._in_memory
 
     def _can_gather(self, images, labels):
         """Return whether a kernel can read these images and labels."""
@@ -156,8 +160,8 @@ class Pipeline:
             and not (has_float_images and (self.augmenter is not None or is_cropped))
             and images.flags.c_contiguous
             and images.shape == (len(self.datastore), *self.datastore.image_shape)
-            and (labels is None or (labels.dtype == np.int64 and labels.flags.c_contiguous))
-            and (labels is None or labels.shape == images.shape[:1])
+            and (labels is None) == (self.labels_shape is None)
+            and (labels is None or _are_plain(labels, len(images)))
         )
 
     def _set_mixing(self, mixing):
@@ -477,6 +481,16 @@ def fill_blocks(
     `statistics` is the result of `Normalization.arrays`.
     """
     backends.of_type(np.float32).images(pixels, **moves, **statistics, out=lanes)
+
+
+def _are_plain(labels, count):
+    """Return whether the labels are `count` numbers that a kernel can read."""
+    return (
+        isinstance(labels, np.ndarray)
+        and labels.dtype == np.int64
+        and labels.shape == (count,)
+        and labels.flags.c_contiguous
+    )
 
 
 def _label_kind(labels):

@@ -230,7 +230,7 @@ def test_minibatches_in_memory_have_the_bytes_of_copied_images(
     expected = reference.images(array[samples % 20], size, **window, **numbers)
     lanes = np.full(expected.shape, np.nan, np.float32)
     rows = np.full((len(lanes), 16), -1, np.int32)
-    source = images.MemoryImages(array, labels, 10, size, **numbers)
+    source = images.MemoryImages(array, labels, 10, None, size, **numbers)
     assert prepared(threads, source, samples, lanes, rows, **window)
     assert lanes.tobytes() == np.asarray(expected).tobytes()
     assert (rows.ravel()[:count] == labels[samples % 20]).all() and not rows.ravel()[count:].any()
@@ -242,7 +242,7 @@ def test_minibatches_in_memory_have_the_bytes_of_copied_images(
 def test_floats_that_are_not_finite_are_noticed(value, threads):
     array = np.zeros((40, 1, 40, 41), np.float32)
     array[7, 0, 39, 40] = value
-    source, samples = images.MemoryImages(array, None, None, (40, 41)), np.arange(40)
+    source, samples = images.MemoryImages(array, None, None, None, (40, 41)), np.arange(40)
     lanes = np.empty((3, 1, 40, 41, 16), np.float32)
     assert prepared(threads, source, samples, lanes, None) == bool(np.isfinite(value))
     assert prepared(threads, source, samples[8:], lanes, None)
@@ -250,11 +250,18 @@ def test_floats_that_are_not_finite_are_noticed(value, threads):
 
 @needs_kernels
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("label, classes", [(-1, 3), (3, 3), (2, 3), (1 << 31, None), (-1, None)])
-def test_labels_that_are_negative_or_too_large_are_noticed(label, classes, threads):
-    labels = np.zeros(40, np.int64)
+@pytest.mark.parametrize(
+    "label, classes, ignore_label, is_valid",
+    [(-1, 3, None, False), (3, 3, None, False), (2, 3, None, True), (-1, None, None, True)]
+    + [(255, 3, 255, True), (-1, 3, -1, True), (254, 3, 255, False)],
+)
+def test_labels_that_are_negative_or_too_large_are_noticed(
+    label, classes, ignore_label, is_valid, threads
+):
+    labels, pixels = np.zeros(40, np.int64), np.zeros((40, 1, 2, 2), np.uint8)
     labels[7] = label
-    source = images.MemoryImages(np.zeros((40, 1, 2, 2), np.uint8), labels, classes, (2, 2))
+    source = images.MemoryImages(pixels, labels, classes, ignore_label, (2, 2))
     lanes, rows = np.empty((3, 1, 2, 2, 16), np.float32), np.empty((3, 16), np.int32)
-    assert prepared(threads, source, np.arange(40), lanes, rows) == (label == 2)
+    assert prepared(threads, source, np.arange(40), lanes, rows) == is_valid
+    assert rows[0, 7] == label or not is_valid
     assert prepared(threads, source, np.arange(8, 40), lanes, rows)
