@@ -15,6 +15,7 @@ from mpidl.data import balanced, partition
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
 from mpidl.data.loading.feed import FeedBuilder, upload_feeds
+from mpidl.data.loading.gathering import Gatherer
 from mpidl.data.loading.pipeline import Pipeline, fill_blocks
 from mpidl.data.loading.workers import Job, make_items, prefetch_items
 from mpidl.data.parts import part_blocks, share_parts
@@ -174,6 +175,7 @@ class MinibatchQueue:
         self.shuffle, self.prefetch, self.workers = shuffle, int(prefetch), int(workers)
         arguments = augmenter, normalization, crop, function, classes, ignore_label, mixing
         self.pipeline = Pipeline(datastore, *arguments)
+        self._gatherer = Gatherer(self.pipeline)
         self.plain: bool = getattr(self.world, "plain", False) if plain is None else plain
         self.load, self.sampling, self.bad_images = load, sampling, bad_images
         self.parts = 1
@@ -316,7 +318,8 @@ class MinibatchQueue:
             feed = FeedBuilder(self.pipeline, batch, batch.indices)
             feed.fetches, feed.unreadable_images = fetches, self._unreadable_images()
             return feed.job(self.workers)
-        builder = _BatchBuilder(batch, self.pipeline, self.arena, uses_team=not is_ahead)
+        gatherer = None if is_ahead else self._gatherer
+        builder = _BatchBuilder(batch, self.pipeline, self.arena, gatherer)
         builder.fetches, builder.unreadable_images = fetches, self._unreadable_images()
         return Job(self.pipeline.tasks(builder.read, batch.blocks, self.workers), builder.result)
 
@@ -340,12 +343,11 @@ def need_full_batch(datastore: Datastore, batch_size: int, sampling: str = "glob
 class _BatchBuilder:
     """Builder of a mini-batch on the CPU, with memory from an arena.
 
-    `uses_team` is whether the consumer's thread calls `read`, which may then use the threads that
-    compute.
+    `gatherer` is None unless the consumer's thread calls `read`.
     """
 
-    def __init__(self, batch, pipeline, arena, uses_team):
-        self.batch, self.pipeline, self.uses_team = batch, pipeline, uses_team
+    def __init__(self, batch, pipeline, arena, gatherer):
+        self.batch, self.pipeline, self.gatherer = batch, pipeline, gatherer
         self.fetches: object = None  # the result of `Datastore.read_ahead`
         self.unreadable_images: dict[int, str] | None = None  # see `Pipeline.read_or_find`
         p, blocks = pipeline, batch.blocks
@@ -360,8 +362,9 @@ class _BatchBuilder:
         indices = batch.indices[first * LANES : stop * LANES]
         labels_of_blocks = None if self.labels is None else self.labels[first:stop]
         keys = batch.epoch, batch.seed
-        if self.uses_team and p.gather(indices, *keys, lanes, labels_of_blocks):
-            return
+        if self.gatherer is not None:
+            if self.gatherer.fill(indices, *keys, lanes, labels_of_blocks):
+                return
         data = p.read_or_find(indices, *keys, self.unreadable_images)
         if data is None:
             return

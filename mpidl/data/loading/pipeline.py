@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidl import backends
-from mpidl.backends.cpu import images as cpu_images
-from mpidl.backends.cpu.builds import kernels
 from mpidl.blocks import LANES
 from mpidl.data.checks import check_below, check_finite, read_images, read_targets
 from mpidl.data.datastore import Datastore
@@ -91,9 +88,6 @@ class Pipeline:
         mixing: Mixing | None = None,
     ):
         self.mixing: Mixing | None = None
-        # The images that `_memory_images` returned last, and the objects from which it made them.
-        self._in_memory: cpu_images.MemoryImages | None = None
-        self._sources: tuple[Any, ...] = (None,)
         self.datastore, self.augmenter, self.function = datastore, augmenter, function
         self.classes, self.ignore_label = classes, ignore_label
         shape, self.dtype = tuple(datastore.image_shape), np.dtype(datastore.dtype)
@@ -129,40 +123,6 @@ class Pipeline:
             )
         self.normalization = normalization.window(self.image_shape[1:])
         self.normalization.check(self.image_shape)
-
-    def _memory_images(self):
-        """Return a MemoryImages if all images are in memory, and are at most moved and normalized.
-
-        Otherwise, return None.
-        """
-        images, labels = self.datastore.array(), self.datastore.labels
-        if images is None:
-            return None
-        settings = self.augmenter, self.normalization, self.crop, self.function, self.mixing
-        sources = images, labels, self.classes, self.ignore_label, *settings
-        if not all(map(operator.is_, sources, self._sources)):
-            self._sources, self._in_memory = sources, None
-            if self._can_gather(images, labels):
-                rules = self.classes, self.ignore_label, self.image_shape[1:]
-                statistics = self.normalization.arrays()
-                self._in_memory = cpu_images.MemoryImages(images, labels, *rules, **statistics)
-        return self._in_memory
-
-    def _can_gather(self, images, labels):
-        """Return whether a kernel can read these images and labels."""
-        has_float_images = images.dtype == np.float32
-        is_cropped = self.image_shape != images.shape[1:]
-        return (
-            kernels() is not None
-            and not self.changes_pixels
-            and self.datastore.targets_shape is None
-            and (images.dtype == np.uint8 or has_float_images)
-            and not (has_float_images and (self.augmenter is not None or is_cropped))
-            and images.flags.c_contiguous
-            and images.shape == (len(self.datastore), *self.datastore.image_shape)
-            and (labels is None) == (self.labels_shape is None)
-            and (labels is None or _are_plain(labels, len(images)))
-        )
 
     def _set_mixing(self, mixing):
         """Make `read` mix images and labels, and set the new shape and type of the labels."""
@@ -300,41 +260,6 @@ class Pipeline:
             keys = {"epoch": epoch, "seed": seed}
             return self.mixing.apply(pixels, labels, samples, self.classes, **keys)
         return pixels, labels
-
-    def gather(
-        self,
-        samples: np.ndarray,
-        epoch: int,
-        seed: int,
-        lanes: np.ndarray,
-        labels: np.ndarray | None,
-    ) -> bool:
-        """Prepare images that are in memory, without copying them first, on all kernel threads.
-
-        Only the consumer's thread may call this method, because it uses the threads that compute.
-
-        Parameters
-        ----------
-        samples : ndarray
-            Sample numbers (n,), int64.
-        epoch, seed : int
-            Further keys of the random numbers.
-        lanes : ndarray
-            Memory for the normalized images, (blocks, C, P, Q, 16) float32.
-        labels : ndarray or None
-            Memory for the labels, (blocks, 16) int32. None if there are no labels.
-
-        Returns
-        -------
-        bool
-            False if this is not possible, or if the data are invalid. `read` then raises the error.
-        """
-        images = self._memory_images()
-        if images is None:
-            return False
-        moves = self.moves(samples, epoch, seed)
-        moves.pop("size", None)
-        return images.prepare(samples, lanes, labels, **moves)
 
     def image_indices(self, samples: np.ndarray) -> np.ndarray:
         """Return each sample's image index in the datastore."""
@@ -481,16 +406,6 @@ def fill_blocks(
     `statistics` is the result of `Normalization.arrays`.
     """
     backends.of_type(np.float32).images(pixels, **moves, **statistics, out=lanes)
-
-
-def _are_plain(labels, count):
-    """Return whether the labels are `count` numbers that a kernel can read."""
-    return (
-        isinstance(labels, np.ndarray)
-        and labels.dtype == np.int64
-        and labels.shape == (count,)
-        and labels.flags.c_contiguous
-    )
 
 
 def _label_kind(labels):
