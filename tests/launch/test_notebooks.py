@@ -83,13 +83,14 @@ def shows(text):
 
 
 def test_a_training_is_shown_live():
-    notebook = Notebook(DEFINITIONS, TRAINING.format(epochs=100))
+    # This takes several times as long as the time between two drawings.
+    notebook = Notebook(DEFINITIONS, TRAINING.format(epochs=2000))
     _, outputs = notebook.run()
-    assert texts(outputs).splitlines()[-1] == "None 300 6"
+    assert texts(outputs).splitlines()[-1] == "None 6000 6"
     updates = [c["data"] for kind, c in notebook.messages if kind == "update_display_data"]
     assert updates and len({data["text/html"] for data in updates}) == len(updates)
     (bundle,) = (output["data"] for output in outputs if output.output_type == "display_data")
-    assert bundle["text/plain"].startswith("epoch 100 of 100, iteration 300 of 300, loss ")
+    assert bundle["text/plain"].startswith("epoch 2000 of 2000, iteration 6000 of 6000, loss ")
     assert bundle["text/plain"].endswith("elapsed, finished")
     charts = ElementTree.fromstring(bundle["text/html"]).findall("div/figure/svg")
     assert len(charts) == 2 and "<script" not in bundle["text/html"]
