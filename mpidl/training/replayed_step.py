@@ -92,7 +92,7 @@ class ReplayedStep(EagerStep):
             self.close()
             return self._record(images, targets)
         recorded = self._recorded(images, targets)
-        if recorded is None and self._is_repeated(images.batch):
+        if recorded is None and self._is_worth_recording(images.batch):
             self._agree()
             return self._record(images, targets)
         if recorded is not None and not recorded.is_checked:
@@ -118,8 +118,8 @@ class ReplayedStep(EagerStep):
                 return recorded
         return None
 
-    def _is_repeated(self, batch):
-        """Return whether a mini-batch without a program has the size of an earlier mini-batch."""
+    def _is_worth_recording(self, batch):
+        """Return whether a mini-batch without a program is to be recorded; remember its size."""
         size = _size(batch)
         if not self.records_smaller or size == _size(self._largest.program.batch):
             return False
