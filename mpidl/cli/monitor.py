@@ -33,6 +33,14 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "only",
         default=address.LOOPBACK,
     )
+    parser.text(
+        "--allow-host",
+        "NAME,NAME,...",
+        "Further host names in the URL of the page, for example the name of a proxy; IP addresses, "
+        "localhost and the names of this computer are always accepted",
+        type=address.host_names,
+        default=(),
+    )
     return parser.parse(argv)
 
 
@@ -46,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = address.listen(parsed.host, parsed.port)
     from mpidl.report.live.server import MonitorServer  # imports Bokeh, which takes a second
 
-    server = MonitorServer(runs, [page.listener], page.token)
+    server = MonitorServer(runs, [page.listener], page.token, (parsed.host, *parsed.allow_host))
     for line in page.lines():
         print(line)
     print("Press Ctrl-C to end the monitor; the runs continue.", flush=True)

@@ -1,4 +1,4 @@
-"""The address of the live page: the socket, the URL, and the ssh command to reach the page."""
+"""The address of the live page: the socket, the URL, its host names, and the ssh command."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import importlib.metadata
 import importlib.util
 import ipaddress
 import os
+import re
 import secrets
 import socket
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from mpidl.errors import UserError
@@ -17,6 +19,7 @@ from mpidl.text import pip_install
 LOOPBACK = "127.0.0.1"
 TOKEN_BYTES = 16
 BACKLOG = 128
+HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:[0-9]*)?", re.ASCII)  # name and port
 OLDEST_BOKEH = (3, 8)  # the first version with DocumentConfig.reconnect_session
 
 
@@ -41,7 +44,7 @@ class Address(NamedTuple):
     @property
     def is_local(self) -> bool:
         """Whether only programs on this host can connect."""
-        return ipaddress.ip_address(self.listener.getsockname()[0]).is_loopback
+        return _is_loopback(self.listener)
 
     def url(self) -> str:
         """Return the URL of the page, with the token."""
@@ -84,6 +87,56 @@ def listen(host: str = LOOPBACK, port: int = 0, option: str = "--port") -> Addre
     return Address(listener, secrets.token_urlsafe(TOKEN_BYTES))
 
 
+class HostNames:
+    """The names under which browsers may reach the page, in the header `Host` of a request.
+
+    A website whose name resolves to this computer (DNS rebinding) sends its own name, which is
+    refused. All IP addresses are accepted, because no website can be reached under an IP address of
+    another computer. The port does not matter, because a tunnel may use any port.
+
+    Parameters
+    ----------
+    listeners : iterable of socket
+        The listening sockets. If other computers can connect, this host's full name is accepted.
+    further : iterable of str
+        Further names to accept.
+    """
+
+    def __init__(self, listeners: Iterable[socket.socket], further: Iterable[str] = ()) -> None:
+        names = ["localhost", socket.gethostname(), *further]
+        if not all(_is_loopback(listener) for listener in listeners):
+            names.append(socket.getfqdn())
+        names.append(socket.gethostname().partition(".")[0])
+        self._names = {name.lower().rstrip(".") for name in names}
+
+    def accept(self, host: str | None) -> bool:
+        """Return whether a host, with or without a port, is an IP address or an accepted name."""
+        match = HOST.fullmatch(host or "")
+        if match is None:
+            return False
+        name = match[1].lower().rstrip(".")
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return name in self._names
+        return True
+
+    def accept_origin(self, origin: str) -> bool:
+        """Return whether the header `Origin` names a page of this server."""
+        scheme, _, host = origin.partition("://")
+        return scheme in ("http", "https") and self.accept(host)
+
+
+def host_names(text: str) -> tuple[str, ...]:
+    """Parse the value of --allow-host, host names separated by commas."""
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        match = HOST.fullmatch(name)
+        if match is None or match[2] is not None:
+            raise UserError(f"--allow-host must be NAME,NAME,... without ports, found {text}")
+    return names
+
+
 def tunnel(address: str, port: int) -> str:
     """Return the ssh command that forwards a port of this host. The page's URL then works locally.
 
@@ -98,6 +151,10 @@ def tunnel(address: str, port: int) -> str:
     end = f"{_bracketed(address)}:{port}"
     start = port if address == LOOPBACK else end
     return f"ssh -N {jump}-L {start}:{end} {user}{host}"
+
+
+def _is_loopback(listener):
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def _bracketed(address):

@@ -1,4 +1,4 @@
-"""The server of the live page: Bokeh's server, restricted to requests with a token."""
+"""The server of the live page: Bokeh's server, restricted to known hosts and to a token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bokeh.application import Application
@@ -17,15 +17,29 @@ from bokeh.resources import Resources
 from bokeh.server.server import BaseServer
 from bokeh.server.tornado import BokehTornado
 from tornado.httpserver import HTTPServer
-from tornado.httputil import HTTPServerRequest
+from tornado.httputil import HTTPHeaders, HTTPServerRequest
 from tornado.ioloop import IOLoop
-from tornado.web import RequestHandler
+from tornado.web import OutputTransform, RequestHandler
 
+from mpidl.report.live.address import HostNames
 from mpidl.report.live.page import Page
 from mpidl.report.live.run import LiveRun
 
 LAST_SECONDS = 0.3  # time for the last update of open pages at the end
-REFUSAL = "mpidl: wrong or missing token: open the URL that the command printed\n"
+NO_TOKEN = "mpidl: wrong or missing token: open the URL that the command printed\n"
+UNKNOWN_HOST = (
+    "mpidl: unknown host name: open the URL that the command printed, or accept the name with "
+    "mpidl.monitor --allow-host NAME\n"
+)
+# Headers of every answer. No other site may show the page in a frame, and neither the token in the
+# URL nor the numbers of a run may remain in a cache or in the header Referer.
+HEADERS = {
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+}
 COMPONENTS = ("bokeh", "bokeh-widgets")
 # Limits against requests without the token. The page itself sends only websocket messages.
 LIMITS: dict[str, Any] = {
@@ -36,19 +50,32 @@ LIMITS: dict[str, Any] = {
 
 
 class Refusal(RequestHandler):
-    """Answers every request with status 403 and one line."""
+    """Answers every request with status 403 and one line, `reason`."""
+
+    def initialize(self, reason: str) -> None:
+        self.reason = reason
 
     def prepare(self) -> None:
         self.set_status(403)
         self.set_header("Content-Type", "text/plain; charset=utf-8")
-        self.finish(REFUSAL)
+        self.finish(self.reason)
 
     def check_xsrf_cookie(self) -> None:
         """Do not require a cookie, because `prepare` refuses every request."""
 
 
+class Headers(OutputTransform):
+    """Adds `HEADERS` to every answer, including errors, scripts and the websocket's upgrade."""
+
+    def transform_first_chunk(
+        self, status_code: int, headers: HTTPHeaders, chunk: bytes, finishing: bool
+    ) -> tuple[int, HTTPHeaders, bytes]:
+        headers.update(HEADERS)
+        return status_code, headers, chunk
+
+
 class GuardedApplication(BokehTornado):
-    """Bokeh's application, which answers only requests with the token.
+    """Bokeh's application, which answers only requests to a known host with the token.
 
     Bokeh's scripts contain no data of runs and need no token. No other file can be
     requested, because the page is the only path.
@@ -58,19 +85,21 @@ class GuardedApplication(BokehTornado):
     application : Application
         The application that makes the page of a session.
     token : str
-        The token in the URL of the page. Pages of other servers do not know the token, so the
-        websocket accepts any origin, and a browser may use any name of the host.
+        The token in the URL of the page.
+    hosts : HostNames
+        The names of the server.
     """
 
-    def __init__(self, application: Application, token: str) -> None:
-        self.token = token.encode()
+    def __init__(self, application: Application, token: str, hosts: HostNames) -> None:
+        self.token, self.hosts = token.encode(), hosts
         super().__init__(
             {"/": application},
-            extra_websocket_origins=["*"],
+            extra_websocket_origins=["*"],  # find_handler checks the origin
             include_headers=["Host"],
             include_cookies=["mpidl"],
             compress_response=True,
         )
+        self.add_transform(Headers)
 
     def resources(self, absolute_url: str | bool | None = None) -> Resources:
         """Return only the scripts that the page needs."""
@@ -79,10 +108,17 @@ class GuardedApplication(BokehTornado):
         return scripts
 
     def find_handler(self, request: HTTPServerRequest, **keywords: Any) -> Any:
-        """Return the handler of a request, which is `Refusal` if the request has no token."""
+        """Return the handler of a request: `Refusal` without a known host or without the token."""
+        if not self._has_known_host(request.headers):
+            return self.get_handler_delegate(request, Refusal, {"reason": UNKNOWN_HOST})
         if self._is_script(request) or self._has_token(request):
             return super().find_handler(request, **keywords)
-        return self.get_handler_delegate(request, Refusal)
+        return self.get_handler_delegate(request, Refusal, {"reason": NO_TOKEN})
+
+    def _has_known_host(self, headers):
+        origin = headers.get("Origin")
+        is_same_site = origin is None or self.hosts.accept_origin(origin)
+        return is_same_site and self.hosts.accept(headers.get("Host"))
 
     @staticmethod
     def _is_script(request):
@@ -104,17 +140,24 @@ class MonitorServer:
         Listening sockets.
     token : str
         The token.
+    further_hosts : iterable of str
+        Names of the server that `HostNames` does not know.
     """
 
     def __init__(
-        self, runs: Sequence[LiveRun], sockets: Sequence[socket.socket], token: str
+        self,
+        runs: Sequence[LiveRun],
+        sockets: Sequence[socket.socket],
+        token: str,
+        further_hosts: Iterable[str] = (),
     ) -> None:
         logging.getLogger("bokeh").setLevel(logging.CRITICAL)
         logging.getLogger("tornado").setLevel(logging.CRITICAL)
         self.pages: list[Page] = []
         handler = FunctionHandler(lambda document: self._open(document, runs))
         self.loop = IOLoop.current()
-        application = GuardedApplication(Application(handler), token)
+        hosts = HostNames(sockets, further_hosts)
+        application = GuardedApplication(Application(handler), token, hosts)
         http_server = HTTPServer(application, **LIMITS)
         for listener in sockets:
             listener.setblocking(False)

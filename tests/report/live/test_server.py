@@ -1,6 +1,7 @@
 """Test that the server answers only requests with the token and serves no files."""
 
 import http.client
+import io
 import json
 import re
 import socket
@@ -15,6 +16,14 @@ from mpidl.report.live.run import runs_of
 
 pytest.importorskip("bokeh", reason="Bokeh is not installed: pip install 'mpidl[monitor]'")
 SECRET = "the content of a file outside of the run"
+# Hosts in the URL of a page through a tunnel, from the same network, and through a proxy that the
+# fixture allows. The port is the one of the tunnel, on the computer of the browser.
+REACHABLE = ("127.0.0.1", "localhost:8080", "LOCALHOST.", "[::1]:80", "10.0.0.7:9", "proxy.example")
+REACHABLE += (f"{socket.gethostname()}:80",)
+# Names of websites that could resolve to 127.0.0.1, and headers that no browser sends.
+FOREIGN = ("attacker.example", "attacker.example:80", "localhost.attacker.example", "127.0.0.1.nip")
+FOREIGN += ("a.proxy.example",)
+DAMAGED = ("user@localhost", "localhost/", "[::1", "localhost:80:80", "[local]", "localhost, a")
 
 
 class Served:
@@ -37,21 +46,31 @@ class Served:
         from mpidl.report.live.server import MonitorServer
 
         paths = [str(self.run)]
-        self.server = MonitorServer(runs_of(paths), [self.page.listener], self.page.token)
+        listeners, token = [self.page.listener], self.page.token
+        self.server = MonitorServer(runs_of(paths), listeners, token, ["proxy.example"])
         self.ready.set()
         self.server.run()
 
     def get(self, path, method="GET", headers=()):
         """Return (status, body) of a request with this exact path."""
+        status, _, body = self.request(path, method, headers)
+        return status, body
+
+    def request(self, path, method="GET", headers=()):
+        """Return (status, headers, body) of a request with this exact path."""
         connection = http.client.HTTPConnection(address.LOOPBACK, self.page.port)
         connection.request(method, path, headers=dict(headers))
         answer = connection.getresponse()
         body = answer.read().decode(errors="replace")
         connection.close()
-        return answer.status, body
+        return answer.status, answer.headers, body
 
-    def connect(self, query, origin, token):
+    def connect(self, query, origin, token, host=None):
         """Return the HTTP status of a request for the websocket."""
+        return self.upgrade(query, origin, token, host)[0]
+
+    def upgrade(self, query, origin, token, host=None):
+        """Return (status, headers) of a request for the websocket."""
         headers = {
             "Connection": "Upgrade",
             "Upgrade": "websocket",
@@ -61,11 +80,12 @@ class Served:
             "Origin": origin,
         }
         lines = [f"{name}: {value}" for name, value in headers.items()]
-        host = f"Host: {address.LOOPBACK}:{self.page.port}"
+        host = f"Host: {host or f'{address.LOOPBACK}:{self.page.port}'}"
         request = "\r\n".join([f"GET /ws{query} HTTP/1.1", host, *lines, "", ""])
         with socket.create_connection((address.LOOPBACK, self.page.port)) as client:
             client.sendall(request.encode())
-            return int(client.recv(4096).split()[1])
+            start, _, rest = client.recv(4096).partition(b"\r\n")
+            return int(start.split()[1]), http.client.parse_headers(io.BytesIO(rest))
 
     def close(self):
         self.server.stop()
@@ -101,11 +121,83 @@ def test_the_page_needs_the_token(served):
 def test_the_websocket_needs_the_token(served):
     token, port = served.page.token, served.page.port
     query, session = f"?token={token}", session_token(served.get(f"/?token={token}")[1])
-    # Through a tunnel or with --host, a browser may reach the page under any name.
-    for host in ("127.0.0.1", "localhost:8080", "[::1]:80", "10.0.0.7", "node17.cluster"):
-        assert served.connect(query, f"http://{host}", session) == 101, host
+    for host in REACHABLE:
+        assert served.connect(query, f"http://{host}", session, host) == 101, host
+    assert served.connect(query, "https://proxy.example", session) == 101  # the proxy changes Host
+    for host in FOREIGN:
+        assert served.connect(query, f"http://127.0.0.1:{port}", session, host) == 403, host
+        assert served.connect(query, f"http://{host}", session) == 403, host
+    for host in DAMAGED:
+        assert served.connect(query, f"http://127.0.0.1:{port}", session, host) in (400, 403), host
+    for origin in ("null", "file://", "127.0.0.1", "ftp://127.0.0.1"):
+        assert served.connect(query, origin, session) == 403, origin
     for words in ("", "?token=wrong"):
         assert served.connect(words, f"http://127.0.0.1:{port}", session) == 403, words
+
+
+def test_only_known_hosts_are_answered(served):
+    """A page of another site cannot reach the server by pointing its own name to 127.0.0.1."""
+    query = f"?token={served.page.token}"
+    for host in REACHABLE:
+        assert served.get(f"/{query}", headers={"Host": host})[0] == 200, host
+    for host in FOREIGN:
+        for path in (f"/{query}", f"/metadata{query}", "/static/js/bokeh.min.js", "/", "/none"):
+            status, body = served.get(path, headers={"Host": host})
+            assert (status, body[:26]) == (403, "mpidl: unknown host name: "), (host, path)
+    for host in DAMAGED:
+        assert served.get(f"/{query}", headers={"Host": host})[0] in (400, 403), host
+    with socket.create_connection((address.LOOPBACK, served.page.port)) as client:
+        client.sendall(f"GET /{query} HTTP/1.0\r\n\r\n".encode())
+        assert client.recv(4096).split()[1] == b"403"
+
+
+def test_a_server_for_other_computers_knows_its_full_name():
+    with (
+        socket.create_server(("0.0.0.0", 0)) as everywhere,
+        socket.create_server(("127.0.0.1", 0)) as local,
+    ):
+        names = address.HostNames([everywhere], ["given.example"])
+        assert names.accept(f"{socket.getfqdn()}:80") and names.accept("Given.Example")
+        assert not names.accept("attacker.example")
+        assert not address.HostNames([local]).accept("given.example")
+    assert address.host_names("a.example, b") == ("a.example", "b")
+    for text in ("a:80", "http://a", "", "a,,b"):
+        expected = f"--allow-host must be NAME,NAME,... without ports, found {text}"
+        assert refusal(address.host_names, text) == expected
+
+
+def test_every_answer_has_the_headers_that_protect_it(served):
+    """The headers are on pages, scripts, errors and the websocket's upgrade."""
+    query = f"?token={served.page.token}"
+    expected = {
+        "Referrer-Policy": "no-referrer",
+        "X-Frame-Options": "DENY",
+        "Content-Security-Policy": "frame-ancestors 'none'",
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+    }
+    session = session_token(served.get(f"/{query}")[1])
+    answers = [served.upgrade(query, f"http://127.0.0.1:{served.page.port}", session)]
+    answers += [served.upgrade("", "http://127.0.0.1", session)]
+    for path, method in (
+        (f"/{query}", "GET"),
+        (f"/{query}", "HEAD"),
+        (f"/{query}", "DELETE"),
+        (f"/metadata{query}", "GET"),
+        (f"/autoload.js{query}", "GET"),  # without its argument: an error of the handler
+        (f"/none{query}", "GET"),
+        (f"/ws{query}", "GET"),  # no upgrade
+        ("/static/js/bokeh.min.js", "GET"),
+        ("/static/js/none.js", "GET"),
+        ("/static/js/", "GET"),
+        ("/", "GET"),
+    ):
+        answers.append(served.request(path, method)[:2])
+    answers.append(served.request("/", headers={"Host": "attacker.example"})[:2])
+    assert {101, 200, 400, 403, 404, 405} <= {status for status, _ in answers}
+    for status, headers in answers:
+        for name, value in expected.items():
+            assert headers.get_all(name) == [value], (status, name)
 
 
 def test_a_large_body_is_refused_before_it_is_read(served):
