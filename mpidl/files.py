@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import stat
@@ -60,6 +61,29 @@ def unreadable(path: str | os.PathLike, error: Exception) -> UserError:
     return UserError("".join(c if c.isprintable() else "?" for c in text))
 
 
+def check_regular(status: os.stat_result) -> None:
+    """Raise OSError if the status is not that of a regular file, but of a folder or a pipe."""
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "expected a file, found a device or a pipe")
+
+
+def open_regular(path: str | os.PathLike) -> tuple[int, os.stat_result]:
+    """Open a regular file for reading, and return its descriptor and its status.
+
+    Opening a pipe does not wait for a writer, but raises OSError, as for a folder or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        check_regular(status)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor, status
+
+
 class RawFile:
     """A file that is read by byte offset, and opened on first use.
 
@@ -81,7 +105,7 @@ class RawFile:
         try:
             with self.lock:  # several threads may make the first call at the same time
                 if self.descriptor is None:
-                    self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                    self.descriptor, _ = open_regular(self.path)
             now = stamp(os.fstat(self.descriptor))
         except OSError as e:
             raise unreadable(self.path, e) from None

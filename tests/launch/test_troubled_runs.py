@@ -1,6 +1,7 @@
 """Test jobs with unreadable files, a loss that is not finite, and a late rank."""
 
 import csv
+import os
 import shutil
 import socket
 
@@ -12,9 +13,10 @@ from image_sets import pixels_of, save
 
 @pytest.fixture(scope="module")
 def damaged(pictures, tmp_path_factory):
-    """Return a copy of the pictures in which four files are damaged.
+    """Return a copy of the pictures in which five files are damaged.
 
-    One file is empty, one is truncated, one has another size, and one is not an image.
+    One file is empty, one is truncated, one has another size, one is not an image, and one is a
+    pipe, for whose writer an open would wait.
     """
     folder = shutil.copytree(pictures, tmp_path_factory.mktemp("damaged") / "images")
     (folder / "bar" / "07.png").write_bytes(b"")
@@ -22,6 +24,8 @@ def damaged(pictures, tmp_path_factory):
     (folder / "box" / "33.png").write_bytes(content[: len(content) // 2])
     save(folder / "dot" / "12.png", pixels_of(1, 1, 9, 14))
     (folder / "dot" / "69.png").write_text("no image")
+    (folder / "dot" / "30.png").unlink()
+    os.mkfifo(folder / "dot" / "30.png")
     return folder
 
 
@@ -36,18 +40,18 @@ def test_any_ranks_skip_the_same_files(damaged, tmp_path):
         hashes[ranks] = jobs.trained_hash(ranks, damaged, out, *SKIP, *words)
         with open(out / "bad-images.csv", newline="") as file:
             listed = sorted(row["image"] for row in csv.DictReader(file))
-        names = ("bar/07.png", "box/33.png", "dot/12.png", "dot/69.png")
+        names = ("bar/07.png", "box/33.png", "dot/12.png", "dot/30.png", "dot/69.png")
         assert listed == [str(damaged / name) for name in names]
-        assert jobs.summary(out)["skipped_images"] == 4
+        assert jobs.summary(out)["skipped_images"] == 5
     jobs.assert_same_weights(hashes)
     words = (tmp_path / "1" / "model.h5", damaged, "--on-bad-image", "skip")
     scores = jobs.predict(*words, "--out", tmp_path / "scores.csv", ranks=3)
-    assert "Skipped images: 4 of 210" in scores and any("(206 images)" in s for s in scores)
-    assert len((tmp_path / "scores.csv").read_text().splitlines()) == 1 + 206
+    assert "Skipped images: 5 of 210" in scores and any("(205 images)" in s for s in scores)
+    assert len((tmp_path / "scores.csv").read_text().splitlines()) == 1 + 205
     jobs.predict(*words, "--activations", "dense1", "--out", tmp_path / "activations.npy")
     rows = np.load(tmp_path / "activations.npy")
-    assert np.flatnonzero(np.isnan(rows).all(axis=1)).tolist() == [7, 103, 152, 209]
-    assert np.isfinite(rows).all(axis=1).sum() == 206
+    assert np.flatnonzero(np.isnan(rows).all(axis=1)).tolist() == [7, 103, 152, 170, 209]
+    assert np.isfinite(rows).all(axis=1).sum() == 205
 
 
 @pytest.mark.slow("jobs")

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, planes_of
 from mpidl.errors import UserError
-from mpidl.files import Stamp, reason, stamp
+from mpidl.files import Stamp, open_regular, reason, stamp
 from mpidl.quick_imports import QuickImports
 from mpidl.text import printable
 
@@ -119,9 +119,9 @@ def read_file(path: str) -> tuple[bytes, Stamp]:
 
 def _content_of(path):
     """Read a file with as few system calls as possible, and return (content, Stamp)."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor, status = open_regular(path)
     try:
-        now = stamp(os.fstat(descriptor))
+        now = stamp(status)
         if now.size > MAX_BYTES:
             raise ValueError(f"expected at most {MAX_BYTES >> 30} GiB, found {now.size} bytes")
         content = os.read(descriptor, now.size)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidl.data.formats.image_files import MAX_BYTES
-from mpidl.data.storage.paths import listed, read_whole, stamp_of
+from mpidl.data.storage.paths import listed, open_binary, stamp_of
 from mpidl.data.storage.settings import is_remote
 from mpidl.errors import UserError
 from mpidl.files import Stamp, reason, stamp, unreadable
@@ -154,11 +154,8 @@ class Table:
                     f"{printable(self.path)}: expected a table of at most {MAX_BYTES >> 30} GiB, "
                     f"found {size} bytes"
                 )
-            if is_remote(self.path):
-                content = read_whole(self.path)
-            else:
-                with open(self.path, "rb") as file:
-                    content = file.read()
+            with open_binary(self.path) as file:
+                content = file.read()
         except OSError as e:
             raise unreadable(self.path, e) from None
         try:

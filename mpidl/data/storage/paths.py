@@ -17,7 +17,7 @@ from mpidl.data.storage import objects
 from mpidl.data.storage.settings import check_url, is_remote
 from mpidl.data.storage.store import store_of
 from mpidl.errors import UserError
-from mpidl.files import Stamp, stamp, unreadable
+from mpidl.files import Stamp, check_regular, open_regular, stamp, unreadable
 from mpidl.text import printable
 
 
@@ -134,10 +134,11 @@ def stamp_of(path: str) -> Stamp:
     UserError
         If the object does not exist.
     OSError
-        If the file does not exist.
+        If the path is not a regular file.
     """
     if not is_remote(path):
-        return stamp(os.stat(path))
+        check_regular(status := os.stat(path))
+        return stamp(status)
     listing = _listing_of(path)
     stamp_found = store_of(path).stamp(path) if listing is None else listing.find(path)[0]
     if stamp_found is None:
@@ -147,7 +148,7 @@ def stamp_of(path: str) -> Stamp:
 
 def open_binary(path: str) -> BinaryIO:
     """Open a file for reading, or read an object into memory and open the buffer."""
-    return io.BytesIO(read_whole(path)) if is_remote(path) else open(path, "rb")
+    return io.BytesIO(read_whole(path)) if is_remote(path) else open(open_regular(path)[0], "rb")
 
 
 def read_whole(url: str) -> bytes:
@@ -163,7 +164,7 @@ def read_whole(url: str) -> bytes:
 def head(path: str, count: int) -> bytes:
     """Return the first bytes of a file or an object, at most `count`."""
     if not is_remote(path):
-        with open(path, "rb") as file:
+        with open_binary(path) as file:
             return file.read(count)
     now = stamp_of(path)
     if not now.size:

@@ -28,7 +28,7 @@ from mpidl.data.formats import hdf5_probe
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
-from mpidl.files import stamp, write_whole
+from mpidl.files import check_regular, stamp, write_whole
 from mpidl.nn import Layer, Network
 from mpidl.text import name_list
 
@@ -102,7 +102,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]]
         If the file is missing, damaged or in another format.
     """
     try:
-        status = os.stat(path)
+        check_regular(status := os.stat(path))
         several = launched_ranks() is not None
         version = status.st_ino, *stamp(status)
         problem = hdf5_probe.problem_of(path, version, is_shared=several)

@@ -1,5 +1,6 @@
 """Test image files: PNG, JPEG, BMP and TIFF of every depth and mode, and refused files."""
 
+import os
 import warnings
 
 import numpy as np
@@ -146,3 +147,28 @@ def test_a_file_that_changes_or_vanishes_during_the_run(tmp_path):
     path.unlink()
     assert refusal(store.read, [1]) == f"{path}: the file no longer exists"
     assert len(store.read([0, 2])) == 2
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path):
+    """Images, masks, encoded images to pack, and files of other formats and models."""
+    grow(tmp_path / "set")
+    pipe = tmp_path / "set" / "dog" / "1.png"
+    pipe.unlink()
+    os.mkfifo(pipe)
+    store, text = ImageFolder(tmp_path / "set"), "expected a file, found a device or a pipe"
+    expected = f"{pipe}: the image cannot be read: {text}"
+    assert refusal(store.read, [0, 4]) == expected
+    assert refusal(store.read_encoded, [0, 4]) == expected
+    masked = dl.data.combined(store, store, pixel_labels=True)
+    assert refusal(masked.targets, [4]) == expected
+    for images in ("decoded", "encoded"):
+        path = tmp_path / f"{images}.h5"
+        assert refusal(dl.data.pack, {"train": store}, path, images=images).startswith(f"{pipe}:")
+    readers = dl.data.npz_file, dl.data.mat_file, dl.data.HDF5Datastore, dl.data.read_idx
+    for read in (*readers, dl.data.ImageTable):
+        assert refusal(read, pipe) == f"{pipe}: the file cannot be read: {text}"
+    assert refusal(dl.load_model, pipe).endswith(text)
+    bad_images = dl.data.BadImages()
+    bad_images.search(store, None)
+    assert bad_images.reasons == {4: expected}
