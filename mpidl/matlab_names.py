@@ -97,9 +97,9 @@ NAMES: dict[str, str] = {
     "setLearnRateFactor": 'net["conv1"].weight_learn_rate_factor = 0.0',
     "setL2Factor": 'net["conv1"].weight_l2_factor = 0.0',
     "imageInputLayer": "the input_shape of dl.Network; normalization= of dl.TrainingOptions",
-    "convolution2dLayer": "dl.Conv2D(size, filters, stride, padding)",
+    "convolution2dLayer": "dl.Conv2D(size, filters, stride=1, padding=0)",
     "groupedConvolution2dLayer": "dl.Conv2D(size, filters, groups=...)",
-    "transposedConv2dLayer": "dl.TransposedConv2D(size, filters, stride, cropping)",
+    "transposedConv2dLayer": "dl.TransposedConv2D(size, filters, stride=1, cropping=0)",
     "batchNormalizationLayer": "dl.BatchNorm()",
     "crossChannelNormalizationLayer": "dl.CrossChannelNorm(window)",
     "reluLayer": "dl.ReLU()",
@@ -170,6 +170,15 @@ NAMES: dict[str, str] = {
 
 # {argument in MATLAB or another library, in lower case without underscores: argument in mpidl}
 ARGUMENTS = {
+    **dict.fromkeys(("kernelsize", "poolsize", "filtersize"), "size"),
+    **dict.fromkeys(("outchannels", "numfilters"), "filters"),
+    **dict.fromkeys(("outfeatures", "units"), "outputs"),
+    "strides": "stride",
+    "dilationrate": "dilation",
+    "dilationfactor": "dilation",
+    "usebias": "bias",
+    "eps": "epsilon",
+    "negativeslope": "scale",
     "colorpreprocessing": "colour",
     "classnames": "classes",
     "dispatchinbackground": "workers",
@@ -186,6 +195,14 @@ ARGUMENTS = {
 REMARKS = {
     "includesubfolders": "sub-folders are always included",
     "labelsource": "the label of an image is always the name of its sub-folder",
+    **dict.fromkeys(
+        ("inchannels", "infeatures", "numfeatures", "numchannels", "inputdim"),
+        "the network infers the shape of the input",
+    ),
+    "momentum": "decay= is the weight of a mini-batch in the moving averages: PyTorch's momentum, "
+    "or 1 minus that of Keras",
+    "activation": "an activation is a layer, such as dl.ReLU()",
+    "inplace": "the network decides which layers share memory",
     "fileextensions": "PNG, JPEG, BMP and TIFF files are read, and all other files are ignored",
     "minibatchformat": "images are (N, C, H, W)",
     "dispatchinbackground": "`workers=` and `prefetch=` of dl.TrainingOptions set this",
@@ -213,20 +230,32 @@ def missing_name(name: str) -> NoReturn:
     raise AttributeError(text, name=name, obj=None)
 
 
-def explain_arguments(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a function explain unknown keyword arguments, such as names from MATLAB.
+def explain_arguments(
+    function: Callable[Arguments, Result], advice: str = ""
+) -> Callable[Arguments, Result]:
+    """Make a function explain unknown keywords, such as MATLAB's, and superfluous arguments.
 
     The function then raises a TypeError that suggests the equivalent or most similar argument, or
-    says why mpidl does not need the argument.
+    says why mpidl does not need the argument. If too many arguments are given by position, the
+    TypeError lists the arguments of the function, and ends with `advice`.
     """
-    parameters = inspect.signature(function).parameters
+    parameters = dict(inspect.signature(function).parameters)
     owner = function.__qualname__.removesuffix(".__init__")
+    skipped = owner != function.__qualname__  # the number of arguments for `self`
+    by_name = [name for name, p in parameters.items() if p.kind == p.KEYWORD_ONLY]
+    by_position = [name for name in parameters if name not in by_name]
+    expected = f"{owner}({', '.join(by_position[skipped:])})"
+    names = ", ".join(f"{name}=" for name in by_name if not name.endswith("_factor"))
 
     @functools.wraps(function)
     def explained(*args: Arguments.args, **keywords: Arguments.kwargs) -> Result:
         for name in keywords:
             if name not in parameters:
                 raise TypeError(f"{owner}: unknown argument {name}{_hint(name, parameters)}")
+        if len(args) > len(by_position):
+            values = ", ".join(map(repr, args[skipped:]))
+            rest = f"other arguments by name ({names})" + (f"; {advice}" if advice else "")
+            raise TypeError(f"{owner}({values}): expected {expected}, and {rest}")
         return function(*args, **keywords)
 
     return explained

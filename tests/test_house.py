@@ -55,6 +55,7 @@ CROSS_CUTTING = {
     "backends/gpu/test_cupy_names.py": "every name of CuPy that mpidl uses",
     "interchange/test_fuzz_weights.py": "damaged weight files",
     "nn/test_gelu.py": "GELU, from its layer to trainings",
+    "nn/test_layer_arguments.py": "arguments of layers in other libraries",
     "nn/test_freeze.py": "freezing, from layers to the optimizer",
     "report/test_fuzz_run.py": "damaged files of runs, options and sweeps",
     "training/files/test_old_files.py": "files of earlier versions",

@@ -57,7 +57,12 @@ def _conv(node, builder):
     if node.get("auto_pad", "NOTSET") in ("NOTSET", "VALID"):
         x, padding = _with_zeros_before(builder, x, padding)
     layer = nn.Conv2D(
-        *(weight.shape[2:], len(weight), stride, padding, dilation, node.get("group", 1)),
+        size=weight.shape[2:],
+        filters=len(weight),
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=node.get("group", 1),
         bias=bias is not None,
     )
     arrays = {} if bias is None else {"bias": node.constant(2)}
@@ -71,8 +76,13 @@ def _transposed_conv(node, builder):
     if "output_shape" in node.attributes:
         raise Unsupported("it has an output_shape")
     stride, cropping, _ = _spatial(node, x, weight.shape[2:], transposed=True)
-    size = weight.shape[2:], weight.shape[1]
-    layer = nn.TransposedConv2D(*size, stride, cropping, bias=bias is not None)
+    layer = nn.TransposedConv2D(
+        size=weight.shape[2:],
+        filters=weight.shape[1],
+        stride=stride,
+        cropping=cropping,
+        bias=bias is not None,
+    )
     arrays = {} if bias is None else {"bias": node.constant(2)}
     return builder.add(node, layer, [x], weight=weight, **arrays)
 
@@ -84,7 +94,8 @@ def _batchnorm(node, builder):
         raise Unsupported("it also computes the statistics of a mini-batch")
     names = ("gamma", "beta", "mean", "variance")
     arrays = {name: node.constant(i) for i, name in enumerate(names, 1)}
-    layer = nn.BatchNorm(node.get("epsilon", 1e-5), round(1 - node.get("momentum", 0.9), 6))
+    decay = round(1 - node.get("momentum", 0.9), 6)
+    layer = nn.BatchNorm(epsilon=node.get("epsilon", 1e-5), decay=decay)
     return builder.add(node, layer, [node.value()], **arrays)
 
 

@@ -30,7 +30,7 @@ LAYERS = [
     dl.Dropout(0.25, name="drop"),
     dl.Tanh(name="b"),
     dl.Add(inputs=("a", "b", "first"), name="sum"),
-    dl.TransposedConv2D((4, 3), 4, 2, ((1, 2), (0, 1)), name="up"),
+    dl.TransposedConv2D((4, 3), 4, stride=2, cropping=((1, 2), (0, 1)), name="up"),
     dl.MaxPool2D(2, padding=((0, 1), (1, 0)), name="down"),
     dl.AveragePool2D((3, 2), stride=(1, 2), padding=1, name="means", after="up"),
     dl.Conv2D(1, 3, stride=(2, 1)),

@@ -147,8 +147,6 @@ def test_types_that_numpy_lacks(tmp_path, kind):
 def test_names_that_would_be_equal(tmp_path):
     @dataclass
     class Scaled(dl.Layer):
-        name: str | None = None
-
         def build(self, shape):
             return dl.Built(shape, {"weight": (shape[:1], 1.0), "gamma": (shape[:1], 2.0)})
 

@@ -28,7 +28,7 @@ def varied(input_shape, classes):
         dl.Conv2D(5, 6, padding=2),
         dl.PReLU(),
         dl.LeakyReLU(name="leaky"),
-        dl.TransposedConv2D(4, 6, 2, "same"),
+        dl.TransposedConv2D(4, 6, stride=2, cropping="same"),
         dl.GELU(),
         dl.Tanh(),
         dl.MaxPool2D(2, name="second_pool"),

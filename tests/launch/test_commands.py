@@ -347,8 +347,6 @@ import mpidl as dl
 
 @dataclass
 class Halved(dl.Layer):
-    name: str | None = None
-
     def forward(self, x, context):
         return 0.5 * x
 """

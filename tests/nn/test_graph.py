@@ -287,9 +287,9 @@ def test_a_description_keeps_the_graph(tmp_path, world):
 
 def test_a_description_leaves_out_default_inputs_and_factors():
     spec = dl.Network([dl.Conv2D(3, 4), dl.BatchNorm()], SHAPE).spec()
-    keys = "type size filters stride padding dilation groups name"
+    keys = "type name size filters stride padding dilation groups"
     assert list(spec[0]) == keys.split()
-    assert list(spec[1]) == ["type", "epsilon", "decay", "name"]
+    assert list(spec[1]) == ["type", "name", "epsilon", "decay"]
 
 
 def test_named_access():

@@ -24,7 +24,7 @@ LAYERS = [
     dl.Dropout(0.25, name="drop"),
     dl.Tanh(name="b"),
     dl.Add(inputs=("a", "b"), name="sum"),
-    dl.TransposedConv2D(4, 4, 2, "same", name="up"),
+    dl.TransposedConv2D(4, 4, stride=2, cropping="same", name="up"),
     dl.MaxPool2D(2, name="down"),
     dl.Concat(inputs=("sum", "a", "down"), name="both"),
     dl.Sigmoid(),
@@ -102,7 +102,7 @@ def test_layers_without_bias_compute_what_a_fixed_bias_of_0_does(world):
         layers = [
             *(dl.Conv2D(3, 6, padding=1, **options), dl.BatchNorm(), dl.ReLU()),
             *(dl.Conv2D(3, 4, stride=2, **options), dl.BatchNorm(), dl.Tanh()),
-            *(dl.TransposedConv2D(2, 3, 2, **options), dl.Dense(3, **options)),
+            *(dl.TransposedConv2D(2, 3, stride=2, **options), dl.Dense(3, **options)),
         ]
         return dl.Network(layers, (2, 7, 6), seed=1)
 
@@ -204,9 +204,12 @@ def test_losses_read_an_activation_that_is_not_stored(world, op):
         ([dl.CrossChannelNorm(3, k=0)], "crosschannelnorm1: expected alpha >= 0, beta >= 0 and"),
         ([dl.Dense(3), dl.GlobalAveragePool2D()], "globalaveragepool1: expected images"),
         ([dl.Dense(3), dl.TransposedConv2D(3, 2)], "transposedconv1: expected images"),
-        ([dl.TransposedConv2D(3, 2, 1, 5)], "transposedconv1: cropping .* leaves no output"),
-        ([dl.TransposedConv2D(2, 2, 3, "same")], "filters at least as large as the stride"),
-        ([dl.TransposedConv2D(3, 2, 0)], "stride must be one or two integers >= 1"),
+        ([dl.TransposedConv2D(3, 2, cropping=5)], "transposedconv1: cropping .* leaves no output"),
+        (
+            [dl.TransposedConv2D(2, 2, stride=3, cropping="same")],
+            "filters at least as large as the stride",
+        ),
+        ([dl.TransposedConv2D(3, 2, stride=0)], "stride must be one or two integers >= 1"),
         ([dl.Conv2D(3, 2, padding="equal")], "padding must be"),
         (
             [dl.ReLU(name="a"), dl.Conv2D(3, 2, name="b"), dl.Add(inputs=("a", "b"))],

@@ -97,8 +97,12 @@ def test_names_and_shapes_that_do_not_fit_are_refused():
     conv, shape = dl.Conv2D(3, 4), (3, 8, 8)
     cases = [
         (lambda: dl.Network([conv, "relu"], shape), TypeError, "list of layers, got 'relu'"),
-        (lambda: dl.Network([dl.ReLU("a"), dl.ReLU("a")], shape), ValueError, "unique .* 'a'"),
-        (lambda: dl.Network([dl.ReLU("a.b")], shape), ValueError, "'a.b'"),
+        (
+            lambda: dl.Network([dl.ReLU(name="a"), dl.ReLU(name="a")], shape),
+            ValueError,
+            "unique .* 'a'",
+        ),
+        (lambda: dl.Network([dl.ReLU(name="a.b")], shape), ValueError, "'a.b'"),
         (lambda: dl.Network([conv], (3, 2, 8)), ValueError, "conv1: filters .* leave no output"),
         (lambda: dl.Network([dl.Dense(3), conv], shape), ValueError, "conv1: expected images"),
         (lambda: dl.Network([dl.Conv2D(3, 4, groups=2)], shape), ValueError, "2 groups"),
@@ -126,8 +130,6 @@ def test_tables_take_only_what_fits(world):
 @dataclass
 class Double(dl.Layer):
     """A custom layer that doubles its input."""
-
-    name: str | None = None
 
     def forward(self, x, context):
         return 2 * x

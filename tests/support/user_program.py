@@ -195,8 +195,6 @@ reveal_type(small.training)
 
 @dataclass
 class Scale(dl.Layer):
-    name: str | None = None
-
     def build(self, shape: tuple[int, ...]) -> dl.Built:
         return dl.Built(shape, {"weight": ((shape[0],), 1.0)})
 

@@ -28,14 +28,16 @@ def bottlenecks():
     def block(name, before, width, stride):
         yield dl.Conv2D(1, width, bias=False, name=f"{name}_conv1", after=before)
         yield from (dl.BatchNorm(name=f"{name}_bn1"), dl.ReLU(name=f"{name}_relu1"))
-        yield dl.Conv2D(3, width, stride, 1, bias=False, name=f"{name}_conv2")
+        yield dl.Conv2D(3, width, stride=stride, padding=1, bias=False, name=f"{name}_conv2")
         yield from (dl.BatchNorm(name=f"{name}_bn2"), dl.ReLU(name=f"{name}_relu2"))
         yield dl.Conv2D(1, 4 * width, bias=False, name=f"{name}_conv3")
         yield dl.BatchNorm(name=f"{name}_bn3")
         shortcut = before
         if name.endswith("0"):
             shortcut = f"{name}_shortcut"
-            yield dl.Conv2D(1, 4 * width, stride, bias=False, name=f"{name}_conv", after=before)
+            yield dl.Conv2D(
+                1, 4 * width, stride=stride, bias=False, name=f"{name}_conv", after=before
+            )
             yield dl.BatchNorm(name=shortcut)
         yield dl.Add(inputs=[f"{name}_bn3", shortcut], name=f"{name}_add")
         yield dl.ReLU(name=name)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from mpidl import ops
-from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
+from mpidl.nn.layers.base import STORED, Built, Layer, LayerContext, Shape, Value, layer_class
 from mpidl.ops import check
 from mpidl.ops.activation import check_approximate, check_line, check_range, check_scale
 
@@ -14,17 +14,15 @@ __all__ = ["Clip", "GELU", "HardSigmoid", "HardSwish", "LeakyReLU", "PReLU", "Re
 __all__ += ["Softmax", "Swish", "Tanh"]
 
 
-@dataclass
+@layer_class
 class ReLU(Layer):
     """Rectified linear unit, max(x, 0)."""
-
-    name: str | None = None
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.relu(x)
 
 
-@dataclass
+@layer_class
 class LeakyReLU(Layer):
     """Leaky rectified linear unit: x if x > 0, else scale * x.
 
@@ -35,7 +33,6 @@ class LeakyReLU(Layer):
     """
 
     scale: float = 0.01
-    name: str | None = None
 
     def build(self, shape: Shape) -> Built:
         check_scale(self.name, self.scale)
@@ -45,7 +42,7 @@ class LeakyReLU(Layer):
         return ops.leaky_relu(x, self.scale)
 
 
-@dataclass
+@layer_class
 class PReLU(Layer):
     """Leaky rectified linear unit with learnable slopes: x if x > 0, else slope * x.
 
@@ -60,10 +57,8 @@ class PReLU(Layer):
         slopes.
     """
 
-    shared: bool = False
-    initial: float = 0.25
-    name: str | None = None
-
+    shared: bool = field(default=False, kw_only=True, metadata=STORED)
+    initial: float = field(default=0.25, kw_only=True, metadata=STORED)
     slope_learn_rate_factor: float = field(default=1.0, kw_only=True)
     slope_l2_factor: float = field(default=0.0, kw_only=True)
 
@@ -77,7 +72,7 @@ class PReLU(Layer):
         return ops.prelu(x, context["slope"])
 
 
-@dataclass
+@layer_class
 class Clip(Layer):
     """Clipping to a range: min(max(x, low), high). `Clip(0, 6)` is ReLU6.
 
@@ -89,7 +84,6 @@ class Clip(Layer):
 
     low: float
     high: float
-    name: str | None = None
 
     def build(self, shape: Shape) -> Built:
         check_range(self.name, self.low, self.high)
@@ -99,7 +93,7 @@ class Clip(Layer):
         return ops.clip(x, self.low, self.high)
 
 
-@dataclass
+@layer_class
 class HardSigmoid(Layer):
     """Piecewise linear sigmoid, min(max(alpha * x + beta, 0), 1).
 
@@ -111,7 +105,6 @@ class HardSigmoid(Layer):
 
     alpha: float = 1 / 6
     beta: float = 0.5
-    name: str | None = None
 
     def build(self, shape: Shape) -> Built:
         check_line(self.name, self.alpha, self.beta)
@@ -121,47 +114,39 @@ class HardSigmoid(Layer):
         return ops.hard_sigmoid(x, self.alpha, self.beta)
 
 
-@dataclass
+@layer_class
 class HardSwish(Layer):
     """Piecewise approximation of swish, x * min(max(x / 6 + 1 / 2, 0), 1)."""
-
-    name: str | None = None
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.hard_swish(x)
 
 
-@dataclass
+@layer_class
 class Swish(Layer):
     """Swish or SiLU, x / (1 + exp(-x))."""
-
-    name: str | None = None
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.swish(x)
 
 
-@dataclass
+@layer_class
 class Tanh(Layer):
     """Hyperbolic tangent."""
-
-    name: str | None = None
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.tanh(x)
 
 
-@dataclass
+@layer_class
 class Sigmoid(Layer):
     """Logistic function, 1 / (1 + exp(-x))."""
-
-    name: str | None = None
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.sigmoid(x)
 
 
-@dataclass
+@layer_class
 class GELU(Layer):
     """Gaussian error linear unit, x * Phi(x), where Phi is the normal distribution function.
 
@@ -172,7 +157,6 @@ class GELU(Layer):
     """
 
     approximate: Literal["none", "tanh"] = "none"
-    name: str | None = None
 
     def build(self, shape: Shape) -> Built:
         check_approximate(self.name, self.approximate)
@@ -182,14 +166,12 @@ class GELU(Layer):
         return ops.gelu(x, self.approximate)
 
 
-@dataclass
+@layer_class
 class Softmax(Layer):
     """Softmax: exp(x) divided by the sum of exp(x) over the K features of an image.
 
     For images (K, H, W), the sum runs over the K channels of each pixel.
     """
-
-    name: str | None = None
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.softmax(x)

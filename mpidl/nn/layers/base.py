@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -12,10 +12,20 @@ from mpidl import keyed
 from mpidl.attribute_changes import CountsChanges
 from mpidl.autodiff import Var
 from mpidl.blocks import Blocked
+from mpidl.matlab_names import explain_arguments
 from mpidl.ops import check
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_):
+        return lambda decorator: decorator
+
 
 Value: TypeAlias = Blocked | Var  # a Var contains a Blocked value that is being differentiated
 Shape: TypeAlias = tuple[int, ...]
+STORED = {"stored": True}  # metadata of an argument that model files store even by default
 Initial: TypeAlias = float | Callable[[int, str, Shape], np.ndarray]  # f(seed, key, shape)
 
 
@@ -92,15 +102,20 @@ class Layer(CountsChanges):
         False freezes the layer. The learnables of a frozen layer are not differentiated, and the
         layer runs as in prediction. A frozen batch normalization uses its running statistics, which
         do not change.
-    name : str, optional
+    name
         Name of the layer. By default, the network creates a name from the type and a number, such
-        as "conv1". Each subclass declares `name` as its last positional field.
+        as "conv1".
+
+    Notes
+    -----
+    Layers take few arguments by position, because their order differs between libraries.
     """
 
-    name = None  # type: str | None  # each subclass declares `name` as its last positional field
-
+    name: str | None = field(default=None, kw_only=True, metadata=STORED)
     after: str | None = field(default=None, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
+
+    advice = "the network infers the shape of the input"  # for the errors of `layer_class`
 
     def __post_init__(self) -> None:
         """Convert NumPy numbers to Python numbers, which model files can store."""
@@ -110,8 +125,9 @@ class Layer(CountsChanges):
     def spec(self) -> dict[str, Any]:
         """Return the type and the arguments of the layer, for the JSON in model files.
 
-        Keyword-only arguments equal to the default are left out. New arguments therefore do not
-        change the files of networks that do not use them.
+        Keyword-only arguments equal to the default are left out, unless they are declared with
+        the metadata `STORED`. New arguments therefore do not change the files of networks that do
+        not use them.
 
         Returns
         -------
@@ -121,7 +137,7 @@ class Layer(CountsChanges):
         arguments = {"type": type(self).__name__}
         for f in fields(self):
             value = getattr(self, f.name)
-            if not (f.kw_only and value == f.default):
+            if f.metadata == STORED or not (f.kw_only and value == f.default):
                 arguments[f.name] = value
         return arguments
 
@@ -220,6 +236,17 @@ def glorot_uniform(fan_in: int, fan_out: int) -> Initial:
     return values
 
 
+LayerType = TypeVar("LayerType", bound=Layer)
+
+
+@dataclass_transform(field_specifiers=(field,))
+def layer_class(kind: type[LayerType]) -> type[LayerType]:
+    """Turn a class into a dataclass whose constructor explains the arguments of other libraries."""
+    kind = dataclass(kind)
+    kind.__init__ = explain_arguments(kind.__init__, kind.advice)  # type: ignore[method-assign]
+    return kind
+
+
 @dataclass
 class Weighted(Layer):
     """Base class of layers with a weight and a bias.
@@ -235,6 +262,8 @@ class Weighted(Layer):
         Factors by which the optimizer's L2 regularization is multiplied for the weight and the
         bias.
     """
+
+    advice = f"{Layer.advice}, and an activation is a layer, such as dl.ReLU()"
 
     bias: bool = field(default=True, kw_only=True)
     weight_learn_rate_factor: float = field(default=1.0, kw_only=True)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, get_args
 
 from mpidl import ops
-from mpidl.nn.layers.base import Built, LayerContext, Shape, Value, Weighted, glorot_uniform
+from mpidl.nn.layers.base import (
+    STORED,
+    Built,
+    LayerContext,
+    LayerType,
+    Shape,
+    Value,
+    Weighted,
+    glorot_uniform,
+    layer_class,
+)
 from mpidl.ops import check
 from mpidl.ops.transposed import same_or_crops
 from mpidl.shapes import conv2d_shape, transposed_conv2d_shape
@@ -16,9 +27,44 @@ __all__ = ["Conv2D", "TransposedConv2D"]
 
 WeightInitializer = Literal["glorot", "whitening"]
 INITIALIZERS = get_args(WeightInitializer)
+LARGEST_USUAL_SIZE = 11  # of filters: AlexNet's first layer
 
 
-@dataclass
+def _size_first(kind: type[LayerType]) -> type[LayerType]:
+    """Make a constructor explain arguments that look like (filters, size)."""
+    create = kind.__init__
+
+    @functools.wraps(create)
+    def explained(self, *args, **keywords):
+        if len(args) == 2 and _is_filters_first(*args, keywords.get("stride", 1)):
+            name, (size, filters) = kind.__name__, args
+            raise ValueError(
+                f"{name}{args}: expected {name}(size, filters), and {size} looks like the number "
+                f"of filters: write {name}({filters}, {size}), or size= and filters= if {size} is "
+                "the size"
+            )
+        create(self, *args, **keywords)
+
+    kind.__init__ = explained  # type: ignore[method-assign]
+    return kind
+
+
+def _is_filters_first(size, filters, stride):
+    """Return whether the arguments are rare as (size, filters), but common as (filters, size).
+
+    This is Keras' order. Large filters with a similar stride are common, as in upsampling.
+    """
+    if isinstance(filters, list | tuple):
+        return isinstance(size, int)
+    if not all(isinstance(value, int) for value in (size, filters, stride)) or size <= 2 * stride:
+        return False
+    if size > LARGEST_USUAL_SIZE:
+        return filters <= 7
+    return size in (6, 8, 10) and filters in (3, 5, 7)  # such as LeNet's 6 filters of size 5
+
+
+@_size_first
+@layer_class
 class Conv2D(Weighted):
     """Convolution with Glorot uniform initial weights and zero bias.
 
@@ -42,12 +88,11 @@ class Conv2D(Weighted):
 
     size: int | tuple[int, int]
     filters: int
-    stride: int | tuple[int, int] = 1
-    padding: check.PaddingArgument = 0
-    dilation: int | tuple[int, int] = 1
-    groups: int = 1
-    name: str | None = None
 
+    stride: int | tuple[int, int] = field(default=1, kw_only=True, metadata=STORED)
+    padding: check.PaddingArgument = field(default=0, kw_only=True, metadata=STORED)
+    dilation: int | tuple[int, int] = field(default=1, kw_only=True, metadata=STORED)
+    groups: int = field(default=1, kw_only=True, metadata=STORED)
     weight_initializer: WeightInitializer = field(default="glorot", kw_only=True)
 
     def build(self, shape: Shape) -> Built:
@@ -103,7 +148,8 @@ class Conv2D(Weighted):
         return math.prod(output_shape) * (shape[0] // self.groups) * r * s
 
 
-@dataclass
+@_size_first
+@layer_class
 class TransposedConv2D(Weighted):
     """Transposed convolution with Glorot uniform initial weights and zero bias.
 
@@ -123,9 +169,9 @@ class TransposedConv2D(Weighted):
 
     size: int | tuple[int, int]
     filters: int
-    stride: int | tuple[int, int] = 1
-    cropping: check.PaddingArgument = 0
-    name: str | None = None
+
+    stride: int | tuple[int, int] = field(default=1, kw_only=True, metadata=STORED)
+    cropping: check.PaddingArgument = field(default=0, kw_only=True, metadata=STORED)
 
     def build(self, shape: Shape) -> Built:
         if len(shape) != 3:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from mpidl import ops
-from mpidl.nn.layers.base import Built, LayerContext, Shape, Value, Weighted, glorot_uniform
+from mpidl.nn.layers.base import (
+    Built,
+    LayerContext,
+    Shape,
+    Value,
+    Weighted,
+    glorot_uniform,
+    layer_class,
+)
 from mpidl.ops import check
 
 __all__ = ["Dense"]
 
 
-@dataclass
+@layer_class
 class Dense(Weighted):
     """Fully connected layer with Glorot uniform initial weights and zero bias.
 
@@ -31,7 +38,6 @@ class Dense(Weighted):
     """
 
     outputs: int
-    name: str | None = None
 
     def build(self, shape: Shape) -> Built:
         features = int(np.prod(shape))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mpidl import ops
-from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
+from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value, layer_class
 
 __all__ = ["Dropout"]
 
 
-@dataclass
+@layer_class
 class Dropout(Layer):
     """Dropout: sets each element to 0 with the given probability in training; see `ops.dropout`.
 
@@ -24,7 +22,6 @@ class Dropout(Layer):
     """
 
     probability: float = 0.5
-    name: str | None = None
 
     def build(self, shape: Shape) -> Built:
         ops.dropout_threshold(self.name, self.probability)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mpidl import ops
-from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
+from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value, layer_class
 
 __all__ = ["Add", "Concat"]
 
 
-@dataclass
+@layer_class
 class Add(Layer):
     """Sum of the outputs of two or more layers, which must have equal shapes.
 
@@ -20,8 +18,9 @@ class Add(Layer):
         Names of the layers whose outputs are added.
     """
 
+    advice = "`inputs` is one tuple of names"
+
     inputs: tuple[str, ...] = ()
-    name: str | None = None
 
     def build(self, shape: tuple[Shape, ...]) -> Built:
         if len(shape) < 2 or any(other != shape[0] for other in shape):
@@ -35,7 +34,7 @@ class Add(Layer):
         return total
 
 
-@dataclass
+@layer_class
 class Concat(Layer):
     """Concatenation of the outputs of two or more layers along the channels.
 
@@ -46,8 +45,9 @@ class Concat(Layer):
         only in the number of channels.
     """
 
+    advice = "`inputs` is one tuple of names"
+
     inputs: tuple[str, ...] = ()
-    name: str | None = None
 
     def build(self, shape: tuple[Shape, ...]) -> Built:
         if len(shape) < 2 or any(other[1:] != shape[0][1:] for other in shape):

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
 from mpidl import backends, ops
-from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
+from mpidl.nn.layers.base import STORED, Built, Layer, LayerContext, Shape, Value, layer_class
 from mpidl.ops import check
 from mpidl.ops.lrn import check_window
 
 __all__ = ["BatchNorm", "CrossChannelNorm"]
 
 
-@dataclass
+@layer_class
 class BatchNorm(Layer):
     """Batch normalization; see `ops.batchnorm`.
 
@@ -36,10 +36,8 @@ class BatchNorm(Layer):
         Factors by which the optimizer's L2 regularization is multiplied for gamma and beta.
     """
 
-    epsilon: float = 1e-5
-    decay: float = 0.1
-    name: str | None = None
-
+    epsilon: float = field(default=1e-5, kw_only=True, metadata=STORED)
+    decay: float = field(default=0.1, kw_only=True, metadata=STORED)
     scale_learn_rate_factor: float = field(default=1.0, kw_only=True)
     offset_learn_rate_factor: float = field(default=1.0, kw_only=True)
     scale_l2_factor: float = field(default=0.0, kw_only=True)
@@ -117,7 +115,7 @@ class BatchNorm(Layer):
         )
 
 
-@dataclass
+@layer_class
 class CrossChannelNorm(Layer):
     """Cross-channel (local response) normalization; see `ops.cross_channel_norm`.
 
@@ -133,7 +131,6 @@ class CrossChannelNorm(Layer):
     alpha: float = 1e-4
     beta: float = 0.75
     k: float = 2.0
-    name: str | None = None
 
     def build(self, shape: Shape) -> Built:
         check_window(self.name, self.window, self.alpha, self.beta, self.k)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from mpidl import ops
-from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
+from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value, layer_class
 from mpidl.ops import check
 from mpidl.ops.pool import PLACES, windows
 
 __all__ = ["AveragePool2D", "GlobalAveragePool2D", "MaxPool2D"]
 
 
-@dataclass
+@layer_class
 class MaxPool2D(Layer):
     """Max pooling, which returns the largest pixel of each window.
 
@@ -27,7 +27,6 @@ class MaxPool2D(Layer):
     size: int | tuple[int, int]
     stride: int | tuple[int, int] | None = None
     padding: check.PaddingArgument = 0
-    name: str | None = None
 
     def build(self, shape: Shape) -> Built:
         return Built(windows(self.name, shape, self.size, self.stride, self.padding, PLACES).shape)
@@ -36,7 +35,7 @@ class MaxPool2D(Layer):
         return ops.max_pool2d(x, self.size, stride=self.stride, padding=self.padding)
 
 
-@dataclass
+@layer_class
 class AveragePool2D(Layer):
     """Average pooling, which returns the mean of each window.
 
@@ -53,8 +52,6 @@ class AveragePool2D(Layer):
     size: int | tuple[int, int]
     stride: int | tuple[int, int] | None = None
     padding: check.PaddingArgument = 0
-    name: str | None = None
-
     count_padding: bool = field(default=True, kw_only=True)
 
     def build(self, shape: Shape) -> Built:
@@ -72,11 +69,9 @@ class AveragePool2D(Layer):
         )
 
 
-@dataclass
+@layer_class
 class GlobalAveragePool2D(Layer):
     """Global average pooling, which returns the mean of each channel, (C, 1, 1)."""
-
-    name: str | None = None
 
     def build(self, shape: Shape) -> Built:
         if len(shape) != 3:

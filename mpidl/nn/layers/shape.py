@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from mpidl import ops
-from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
+from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value, layer_class
 from mpidl.ops import check
 from mpidl.ops.pad import check_value
 
 __all__ = ["Flatten", "Pad2D"]
 
 
-@dataclass
+@layer_class
 class Flatten(Layer):
     """Flattening of images (C, H, W) to C*H*W features."""
-
-    name: str | None = None
 
     def build(self, shape: Shape) -> Built:
         return Built((int(np.prod(shape)),))
@@ -27,7 +23,7 @@ class Flatten(Layer):
         return ops.flatten(x)
 
 
-@dataclass
+@layer_class
 class Pad2D(Layer):
     """Padding, which surrounds images with pixels of a constant value.
 
@@ -42,7 +38,6 @@ class Pad2D(Layer):
 
     padding: int | tuple[int, int] | tuple[tuple[int, int], tuple[int, int]]
     value: float = 0.0
-    name: str | None = None
 
     def build(self, shape: Shape) -> Built:
         if len(shape) != 3:

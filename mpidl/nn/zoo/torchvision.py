@@ -181,7 +181,9 @@ def _residual_block(
     layers: list[Layer] = []
     shortcut, total_stride = before, 1
     for i, (size, filters, stride) in enumerate(convolutions, 1):
-        conv = Conv2D(size, filters, stride, size // 2, bias=False, name=f"{prefix}_conv{i}")
+        conv = Conv2D(
+            size, filters, stride=stride, padding=size // 2, bias=False, name=f"{prefix}_conv{i}"
+        )
         conv.after = before if i == 1 else None
         layers += [conv, BatchNorm(name=f"{prefix}_bn{i}")]
         if i < len(convolutions):
@@ -190,7 +192,7 @@ def _residual_block(
     filters = convolutions[-1][1]
     if total_stride > 1 or channels != filters:
         shortcut = f"{prefix}_downsample_1"
-        conv = Conv2D(1, filters, total_stride, bias=False, name=f"{prefix}_downsample_0")
+        conv = Conv2D(1, filters, stride=total_stride, bias=False, name=f"{prefix}_downsample_0")
         conv.after = before
         layers += [conv, BatchNorm(name=shortcut)]
     add = Add(inputs=(f"{prefix}_bn{len(convolutions)}", shortcut), name=f"{prefix}_add")
@@ -340,7 +342,7 @@ def _conv_norm(
     prefix: str, size: int, filters: int, stride: int = 1, groups: int = 1, norm: str = ""
 ) -> list[Layer]:
     """Return a convolution and a batch normalization, which is named `norm` or else PREFIX_1."""
-    conv = Conv2D(size, filters, stride, size // 2, groups=groups, bias=False)
+    conv = Conv2D(size, filters, stride=stride, padding=size // 2, groups=groups, bias=False)
     conv.name = prefix if norm else f"{prefix}_0"
     return [conv, BatchNorm(name=norm or f"{prefix}_1")]
 

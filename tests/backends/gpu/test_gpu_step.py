@@ -214,7 +214,7 @@ ALL_LAYERS = [
     dl.Dropout(0.25),
     dl.Tanh(name="b"),
     dl.Add(inputs=("a", "b"), name="sum"),
-    dl.TransposedConv2D(2, 4, 2, name="up"),
+    dl.TransposedConv2D(2, 4, stride=2, name="up"),
     dl.MaxPool2D(2, name="down"),
     dl.Concat(inputs=("sum", "down")),
     dl.Sigmoid(),

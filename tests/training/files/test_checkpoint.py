@@ -401,7 +401,6 @@ class Shift(nn.Layer):
     """A custom layer with learnables and an argument."""
 
     amount: float = 0.0
-    name: str | None = None
 
     def build(self, shape):
         return nn.Built(shape, {"bias": (shape, 1.0)})
