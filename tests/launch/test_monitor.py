@@ -81,6 +81,16 @@ def start(ranks, pictures, out, *options):
     pytest.fail(finish(job).stderr)
 
 
+# JavaScript: the texts of the page and of Bokeh that tell of a lost connection or of the end.
+BANNERS = """
+const texts = [...document.querySelectorAll(".banner")].map(e => e.hidden ? "" : e.innerText);
+for (const e of document.body.children)
+  if (e.shadowRoot && /connect/i.test(e.shadowRoot.textContent)) texts.push("Bokeh's message");
+return texts.filter(text => text);
+"""
+HAS_ENDED, IS_LOST = "The run has ended. The page shows the last state.", "The connection is lost. "
+
+
 def page_processes(out):
     """Return the command lines of the processes that serve the page of a run."""
     return [line for line in launcher.marked(f"RUN={out}") if b"live.page_process" in line]
@@ -118,8 +128,8 @@ def test_curves_move_and_the_button_stops_the_job(pictures, tmp_path):
         result = finish(job)
         print(f"from the click to the end of the job: {time.monotonic() - clicked:.2f} s")
         wait_until(lambda: "stopped: stop file" in browser.text(driver, "run-0"))
-        lost = "return !document.getElementById('lost').hidden"
-        wait_until(lambda: driver.execute_script(lost))
+        wait_until(lambda: driver.execute_script(BANNERS))
+        assert driver.execute_script(BANNERS) == [HAS_ENDED]  # a stop is not shown as a fault
     assert result.returncode == jobs.STOPPED, result.stderr
     assert jobs.error_lines(result) == []
     last = result.stdout.splitlines()[-1]
@@ -140,6 +150,8 @@ def test_the_other_button_stops_after_the_epoch(pictures, tmp_path):
         browser.open_page(driver, url)
         browser.element(driver, "epoch-0", "button").click()
         result = finish(job)
+        wait_until(lambda: driver.execute_script(BANNERS))
+        assert driver.execute_script(BANNERS) == [HAS_ENDED]
     assert result.returncode == jobs.STOPPED, result.stderr
     position = checkpoint.load(out)[1]["position"]
     assert position["batch"] == 0 and position["iteration"] % jobs.ITERATIONS == 0
@@ -216,7 +228,8 @@ def forwarded(port, target):
 def test_a_page_continues_after_a_lost_connection(pictures, tmp_path):
     out, next_iteration = tmp_path / "run", jobs.ITERATIONS + 1
     jobs.train(1, pictures, out, "--epochs", 1)
-    is_connected = "const lost = document.getElementById('lost'); return lost && lost.hidden"
+    is_connected = "return document.getElementById('lost') && !document.querySelector(HIDDEN)"
+    is_connected = is_connected.replace("HIDDEN", "'.banner:not([hidden])'")
     with launcher.start(None, "-m", "mpidl.monitor", out) as job, browser.chromium() as driver:
         url = re.match(r"Monitor: (\S+)", job.stdout.readline())[1]
         port = re.search(r":(\d+)/", url)[1]
@@ -238,15 +251,21 @@ def test_a_page_continues_after_a_lost_connection(pictures, tmp_path):
 
 
 @PAGES
+@pytest.mark.timeout(120)
 def test_the_page_ends_with_a_job_that_is_killed(pictures, tmp_path):
+    """A page that is open then shows an alarm."""
     out = tmp_path / "run"
-    job, _ = start(2, pictures, out)
-    with job:
+    job, url = start(2, pictures, out)
+    with job, browser.chromium() as driver:
         wait_until(lambda: len(page_processes(out)) == 1)
+        browser.open_page(driver, url)
         for pid in job.rank_pids().values():
             os.kill(pid, signal.SIGKILL)
         finish(job)
         wait_until(lambda: not page_processes(out))
+        wait_until(lambda: driver.execute_script(BANNERS))
+        (banner,) = driver.execute_script(BANNERS)
+        assert banner.startswith(IS_LOST)
 
 
 @PAGES

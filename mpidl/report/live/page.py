@@ -34,9 +34,11 @@ UPDATE_MILLISECONDS = 1000
 AXES = {"iteration": "iteration", "epoch": "epoch", "time (s)": "seconds"}
 SMOOTHED = ("loss", "accuracy", "images_per_second")
 LOG_RATIO = 20  # above this ratio of the largest to the smallest loss, the scale is logarithmic
-# JavaScript: show that the connection is lost, and reload the page once the server answers.
+# JavaScript: show that the connection is lost, and reload the page once the server answers. The
+# server of a run ends with the run, so after the end of all runs, this is no fault.
 LOST = """
-document.getElementById("lost").hidden = false;
+const kind = rows.every(row => row.tags.includes("ended")) ? "ended" : "lost";
+document.getElementById(kind).hidden = false;
 const reload = (answer) => answer.ok ? location.reload() : retry();
 const retry = () => setTimeout(() => fetch(location.href).then(reload, retry), 3000);
 retry();
@@ -87,11 +89,13 @@ class Page:
             document.add_root(model)
         document.template = _template()
         count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-        document.template_variables.update(count=count, legend=_legend(len(runs)))
+        end = "The run has ended" if len(runs) == 1 else "All runs have ended"
+        document.template_variables.update(count=count, end=end, legend=_legend(len(runs)))
         # Bokeh can restore a connection only within minutes, and does not restore the figures'
         # arrays.
         document.config.reconnect_session = False
-        document.js_on_event("connection_lost", CustomJS(code=LOST))
+        document.config.notify_connection_status = False  # LOST does
+        document.js_on_event("connection_lost", CustomJS(args={"rows": self.texts}, code=LOST))
         self.update()
         document.add_periodic_callback(self.update, UPDATE_MILLISECONDS)
 
@@ -212,6 +216,9 @@ class Page:
         text = _row_text(run, colour, self.messages[index])
         if self.texts[index].text != text:
             self.texts[index].text = text
+        tags = ["ended"] if run.has_ended else []
+        if self.texts[index].tags != tags:
+            self.texts[index].tags = tags
         reason = run.why_no_stop()
         for button in self.stop_buttons[index]:
             if button.disabled != (reason is not None):
