@@ -61,6 +61,18 @@ def unreadable(path: str | os.PathLike, error: Exception) -> UserError:
     return UserError("".join(c if c.isprintable() else "?" for c in text))
 
 
+def sha256_of_file(path: str | os.PathLike) -> str:
+    """Return the SHA-256 of a file. Raise UserError if the file cannot be read."""
+    total = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                total.update(chunk)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    return total.hexdigest()
+
+
 def check_regular(status: os.stat_result) -> None:
     """Raise OSError if the status is not that of a regular file, but of a folder or a pipe."""
     if stat.S_ISDIR(status.st_mode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import os
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.storage.settings import is_remote
 from mpidl.data.transforms.preprocess import AS_IT_IS, COLOURS, Preprocess
 from mpidl.errors import UserError
-from mpidl.files import on_rank_0, unreadable
+from mpidl.files import on_rank_0, sha256_of_file
 from mpidl.interchange import network_files
 from mpidl.nn import Network, zoo
 from mpidl.nn.transfer import is_kept, last_layer, transfer
@@ -100,7 +99,7 @@ def load(
         typed = on_rank_0(world, lambda: os.path.lexists(path))
     if net is not None and not typed:
         return Pretrained(net, saved, True)
-    file = {"path": path, "sha256": on_rank_0(world, lambda: _sha256(path))}
+    file = {"path": path, "sha256": on_rank_0(world, lambda: sha256_of_file(path))}
     if saved is not None:
         _check_file(file, saved)
         file = saved | file
@@ -146,18 +145,6 @@ def _described(arrays, facts):
         return model_file.network_of(facts, arrays.get("normalization", {}))
     except ValueError:
         return None
-
-
-def _sha256(path):
-    """Return the SHA-256 of a file."""
-    total = hashlib.sha256()
-    try:
-        with open(path, "rb") as file:
-            while chunk := file.read(1 << 20):
-                total.update(chunk)
-    except OSError as error:
-        raise unreadable(path, error) from None
-    return total.hexdigest()
 
 
 def _check_resumed(resolved, facts):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpidl import data
-from mpidl.cli import arguments, pretrained, remote, start
+from mpidl.cli import arguments, pretrained, remote, start, user_files
 from mpidl.comm import World, failure, survival
 from mpidl.data import gallery
 from mpidl.data.loading.bad_images import BadImages
@@ -74,6 +74,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         world, lambda: configuration.resolve(typed, config=typed.get("config"), resumed=saved)
     )
     settings, run = resolved.options.for_ranks(world.size), resolved.run
+    network_file = on_rank_0(world, lambda: _network_file(typed, resolved, saved))
     remote.configure(run, world)
     world.transport.timeout = settings.timeout
     gpus = None if settings.gpus is None else str(settings.gpus)
@@ -171,7 +172,11 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
             out=out,
             console=console,
             resume=resume,
-            facts={"run": run, **({"weights_file": weights_file} if source else {})},
+            facts={
+                "run": run,
+                **({"weights_file": weights_file} if source else {}),
+                **({"network_file": network_file} if network_file else {}),
+            },
             hooks=[*trackers, status_hook, *page_hooks],
             signals=signals,
             lock=lock,
@@ -372,6 +377,14 @@ def _checkpoint(typed):
     """Load the checkpoint to resume from as (arrays, facts); return None for a new run."""
     refuse_remote(typed.get("preview"), "--preview", "a file")
     return checkpoint.load(typed["resume"]) if "resume" in typed else None
+
+
+def _network_file(typed, resolved, saved):
+    """Return the facts of the Python file of --network for checkpoints, or None without a file."""
+    network = resolved.run["network"]
+    if resolved.sources["network"] == "resumed run":
+        user_files.check_resumed(network, saved, typed["resume"])
+    return user_files.network_file(network)
 
 
 def _threads(threads):

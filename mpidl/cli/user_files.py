@@ -1,14 +1,20 @@
-"""Load functions and layer classes from the user's Python files."""
+"""Load functions and layer classes from the user's Python files.
+
+A checkpoint never decides alone which code runs: see `check_resumed`.
+"""
 
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
+from typing import Any
 
 from mpidl.errors import UserError
+from mpidl.files import sha256_of_file
 from mpidl.nn import Layer
+from mpidl.text import printable
 from mpidl.training.options.option_types import nearest
 
 
@@ -38,6 +44,54 @@ def load_user_function(text: str, option: str) -> Callable:
             f"{option} {text}: {path} defines no function {name}{nearest(name, functions)}"
         )
     return getattr(module, name)
+
+
+def network_file(network: str | None) -> dict[str, str] | None:
+    """Return {"path", "sha256"} of the Python file of --network FILE.py:FUNCTION.
+
+    Return None if `network` names no file, or if the file does not exist.
+    """
+    path = (network or "").rpartition(":")[0]
+    if not path.endswith(".py") or not os.path.isfile(path):
+        return None
+    return {"path": path, "sha256": sha256_of_file(path)}
+
+
+def check_resumed(network: str | None, facts: Mapping[str, Any], folder: str | os.PathLike) -> None:
+    """Raise UserError unless a resumed run may run the Python file that its checkpoint names.
+
+    The checkpoint may come from somebody else. The file must therefore be outside the folder of
+    the run, and unchanged since the run used it. Users who trust another file repeat --network.
+
+    Parameters
+    ----------
+    network
+        The value of --network in the checkpoint.
+    facts
+        The facts of the checkpoint, with the result of `network_file` as "network_file".
+    folder
+        The folder of the checkpoint.
+    """
+    path = (network or "").rpartition(":")[0]
+    if not path.endswith(".py"):
+        return
+    saved, now = facts.get("network_file"), network_file(network)
+    name, inside = printable(path), os.path.join(os.path.realpath(folder), "")
+    expected = None if saved is None else f"with sha256 {printable(str(saved['sha256'])[:12])}"
+    if os.path.realpath(path).startswith(inside):
+        problem = f"expected a Python file outside the folder, found {name} in it"
+    elif saved is None:
+        problem = f"expected a checkpoint with the sha256 of {name}, found none"
+    elif now is None:
+        problem = f"expected {name} {expected}, found no such file"
+    elif now["sha256"] != saved["sha256"]:
+        problem = f"expected {name} {expected}, as in the run, found {now['sha256'][:12]}"
+    else:
+        return
+    raise UserError(
+        f"--resume {printable(folder)}: the checkpoint names Python code: {problem}; if you trust "
+        f"the file, repeat --network {printable(str(network))}"
+    )
 
 
 def user_layers(path: str | None) -> list[type[Layer]]:

@@ -1,5 +1,6 @@
 """Test functions and modules that a command loads from the user's files."""
 
+import hashlib
 import pickle
 import sys
 
@@ -46,3 +47,46 @@ def test_user_functions(tmp_path):
     text = refusal(user_files.load_user_function, f"{path}:mak", "--optimizer")
     problem = f"{path} defines no function mak: did you mean make?"
     assert text == f"--optimizer {path}:mak: {problem}"
+
+
+def test_which_python_file_a_checkpoint_may_name(tmp_path):
+    """Only a file outside the run's folder, with the content that the run used."""
+    run, path = tmp_path / "run", tmp_path / "net.py"
+    (run / "code").mkdir(parents=True)
+    path.write_text("def layers(shape, classes): ...\n")
+    network = f"{path}:layers"
+    facts = {"network_file": user_files.network_file(network)}
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert facts["network_file"] == {"path": str(path), "sha256": digest}
+    user_files.check_resumed(network, facts, run)
+    for name in ("digits", None, "none"):
+        user_files.check_resumed(name, {}, run)
+        assert user_files.network_file(name) is None
+
+    def problem(name, facts, folder=run):
+        text = refusal(user_files.check_resumed, f"{name}:layers", facts, folder)
+        start = f"--resume {folder}: the checkpoint names Python code: "
+        end = f"; if you trust the file, repeat --network {name}:layers"
+        assert text.startswith(start) and text.endswith(end)
+        return text.removeprefix(start).removesuffix(end)
+
+    assert problem(path, {}) == f"expected a checkpoint with the sha256 of {path}, found none"
+    other = tmp_path / "run-2" / "net.py"  # its path starts like the path of the folder
+    other.parent.mkdir()
+    other.write_bytes(path.read_bytes())
+    user_files.check_resumed(f"{other}:layers", facts, run)
+    inside, link = run / "code" / "net.py", tmp_path / "link.py"
+    inside.write_bytes(path.read_bytes())
+    link.symlink_to(inside)
+    for name in (inside, link, run / "code" / ".." / "code" / "net.py"):
+        outside = f"expected a Python file outside the folder, found {name} in it"
+        assert problem(name, facts) == outside
+    linked = tmp_path / "linked"
+    linked.symlink_to(run)
+    assert "outside the folder" in problem(inside, facts, linked)
+    path.write_text("def layers(shape, classes): return []\n")
+    now = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    changed = f"expected {path} with sha256 {digest[:12]}, as in the run, found {now}"
+    assert problem(path, facts) == changed
+    path.unlink()
+    assert problem(path, facts) == f"expected {path} with sha256 {digest[:12]}, found no such file"

@@ -1,6 +1,7 @@
 """Test that a resumed run ends with an uninterrupted run's bytes, on any number of ranks."""
 
 import shutil
+from pathlib import Path
 
 import jobs
 import pytest
@@ -95,3 +96,19 @@ def test_other_images(halted, tmp_path):
     other = jobs.draw_images(tmp_path / "other", per_class=69)
     line = jobs.refusal(jobs.resume(None, halted, "--data", other, check=2))
     assert "--data: the images are not those of the run" in line
+
+
+def test_a_checkpoint_does_not_choose_the_code_that_runs(pictures, tmp_path):
+    """A changed Python file runs only if --network is repeated; an unchanged one runs anyway."""
+    code, out, executed = tmp_path / "net.py", tmp_path / "run", tmp_path / "executed"
+    source = Path(jobs.SMALL.rpartition(":")[0]).read_text()
+    code.write_text(source)
+    jobs.train(1, pictures, out, "--max-iterations", 1, network=f"{code}:small")
+    jobs.resume(2, out, "--max-iterations", 2)
+    code.write_text(f"{source}\nopen({str(executed)!r}, 'w').close()\n")
+    line = jobs.refusal(jobs.resume(2, out, "--max-iterations", 3, check=2))
+    assert f"expected {code} with sha256 " in line and f"repeat --network {code}:small" in line
+    assert not executed.exists()
+    jobs.resume(2, out, "--max-iterations", 3, "--network", f"{code}:small")
+    assert executed.exists() and jobs.iterations(out) == [1, 2, 3]
+    jobs.resume(1, out, "--max-iterations", 4)  # the new checkpoint contains the new digest
