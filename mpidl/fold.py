@@ -455,19 +455,14 @@ class Partial:
         return lambda: to_dtype(root[()] * scale)
 
     def local(self) -> np.ndarray:
-        """Return this rank's sum for a Partial with a single term, without the term's factor.
+        """Return this rank's part of the total: its sums, scaled and added as by `finish`.
 
         Returns
         -------
         ndarray
-            An array with the shape of the sum. It contains zeros if the rank has no blocks.
+            An array with the shape of the total. If the rank has no blocks, each sum is zero.
         """
-        (term,) = self.terms
-        parts = [np.array(value) for value in term.nodes] or [np.zeros(self.shape, self.dtype)]
-        while len(parts) > 1:
-            right = parts.pop()
-            parts[-1] = term.combine(parts[-1], right)
-        return parts[0]
+        return self.finish([_fold_nodes(term, self.shape) for term in self.terms])
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(
@@ -483,6 +478,15 @@ class Partial:
         terms = ", ".join(f"{len(t.nodes)} node(s) x {float(t.scale):g}" for t in self.terms)
         suffix = "" if self.addend is None else ", plus a replicated addend"
         return f"Partial(shape={self.shape}, dtype={self.dtype}, terms=[{terms}]{suffix})"
+
+
+def _fold_nodes(term, shape):
+    """Return the sum of a rank's nodes, without the term's factor; zeros if there are none."""
+    parts = [np.array(value) for value in term.nodes] or [np.zeros(shape, term.dtype)]
+    while len(parts) > 1:
+        right = parts.pop()
+        parts[-1] = term.combine(parts[-1], right)
+    return parts[0]
 
 
 def _sum_of_present(*values):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from short_training import pictures, small
+from single_rank import numbers
 
 import mpidl as dl
 from mpidl.errors import Fault
@@ -159,4 +160,43 @@ def test_state_of_the_optimizer(world):
     options = {"solver": "adam", "learning_rate": 0.01}
     weights, result = train(world, [Spoil(4, element=np.inf)], **options)
     expected, _ = train(world, learn_rate_schedule=halved_after(3), **options)
+    assert weights == expected and result.rollbacks == 1
+
+
+class SpoilInPlace:
+    """A hook that makes a weight infinite in place, so that a recorded step stays valid."""
+
+    def __init__(self, iteration):
+        self.last_good = iteration
+
+    def step(self, trainer):
+        if trainer.position.iteration == self.last_good:
+            self.last_good = None
+            trainer.net.parameters["conv2.weight"][...] = np.inf
+
+
+def two_terms(net, images, targets):
+    scores = net(images)
+    return dl.softmax_cross_entropy(scores, targets) + dl.dice_loss(scores, targets)
+
+
+def segment(world, loss, hooks=(), on_nan="rollback", **options):
+    images = numbers("pixels to segment", 60, 1, 6, 6, low=0, high=255).astype(np.uint8)
+    store = dl.ArrayDatastore(images, targets=(images[:, 0] > 127).astype(np.uint8))
+    net = dl.Network([dl.Conv2D(3, 4, padding=1), dl.ReLU(), dl.Conv2D(1, 2)], (1, 6, 6), seed=1)
+    options = {"epochs": 4, "batch_size": 20, "verbose": "off"} | options
+    options = dl.TrainingOptions(loss=loss, on_nan=on_nan, **options)
+    result = dl.train(net, store, options, world=world, hooks=hooks)
+    return dl.weights_sha256(net), result
+
+
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+@pytest.mark.parametrize("loss", ["crossentropy+dice", two_terms])
+def test_a_loss_of_several_terms_is_reported_and_rolled_back(world, loss, graphs):
+    place = "all ranks" if world.size < 3 else "rank 0, 1"  # the mini-batch has two blocks
+    text = f"the loss is nan at epoch 3, iteration 8, on {place};"
+    with pytest.raises(Fault, match=text):
+        segment(world, loss, [SpoilInPlace(7)], "stop", graphs=graphs)
+    weights, result = segment(world, loss, [SpoilInPlace(7)], graphs=graphs)
+    expected, _ = segment(world, loss, learn_rate_schedule=halved_after(6), graphs=graphs)
     assert weights == expected and result.rollbacks == 1
