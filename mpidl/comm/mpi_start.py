@@ -17,7 +17,7 @@ import threading
 import time
 from types import ModuleType
 
-from mpidl.comm import failure, foreign_launcher, shared_segments, ulfm
+from mpidl.comm import failure, foreign_launcher, shared_segments, slurm_lines, ulfm
 from mpidl.errors import UserError
 
 START_SECONDS = 10.0  # extra time after the time-out, because a busy host starts MPI slowly
@@ -79,7 +79,8 @@ def _init_thread(mpi):
         mpi.Init_thread(mpi.THREAD_FUNNELED)
         return
     provided = ctypes.c_int()
-    code = init_thread(None, None, ctypes.c_int(mpi.THREAD_FUNNELED), ctypes.byref(provided))
+    with slurm_lines.shortened():
+        code = init_thread(None, None, ctypes.c_int(mpi.THREAD_FUNNELED), ctypes.byref(provided))
     if code:
         raise RuntimeError(f"MPI_Init_thread failed with error code {code}")
 

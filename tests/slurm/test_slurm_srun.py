@@ -1,5 +1,6 @@
 """Test `srun python -m mpidl.train` on a real Slurm: the weights, and errors about --mpi."""
 
+import os
 import sys
 
 import jobs
@@ -27,6 +28,17 @@ def test_the_weights_are_those_of_one_rank(cluster, shapes, tmp_path, expected_h
     cluster.run(*words_of(shapes, tmp_path / "run", nodes=nodes, tasks=tasks))
     assert jobs.weights_hash(tmp_path / "run") == expected_hash
     assert jobs.summary(tmp_path / "run")["ranks"] == nodes * tasks
+
+
+def test_ranks_with_few_zeros_in_memory(cluster):
+    """MPICH then sends lines that are too long for Slurm, and mpidl must prevent this."""
+    if trainings.MPI_TYPE != "pmi2":
+        pytest.skip("only MPICH sends its memory to Slurm")
+    statements = "from mpidl.comm import World; import full_memory; print(World().gop('sum', 2))"
+    paths = [str(launcher.ROOT / "tests" / "support"), cluster.environment["PYTHONPATH"]]
+    words = ["srun", "--nodes=3", "--ntasks-per-node=2", "--mpi=pmi2", sys.executable, "-c"]
+    output = cluster.run(*words, statements, env={"PYTHONPATH": os.pathsep.join(paths)})
+    assert output.splitlines() == ["12"] * 6
 
 
 def test_open_mpi(cluster, shapes, tmp_path, expected_hash):
