@@ -159,9 +159,13 @@ class Cluster:
             self.start_node(name)
         wait_until(self.is_idle, 0.2)
 
-    def kill_controller(self):
-        """Kill slurmctld, as a restart of its machine would."""
-        os.kill(int(_child(self.daemons["slurmctld"].pid)), signal.SIGKILL)
+    def stop_controller(self):
+        """End slurmctld, as a restart of its machine would.
+
+        Slurm saves the state of jobs seconds after a change. A killed controller would forget that
+        a job has started, and start it a second time.
+        """
+        os.kill(int(_child(self.daemons["slurmctld"].pid)), signal.SIGTERM)
         self.daemons["slurmctld"].wait()
 
     def start_controller(self):

@@ -161,11 +161,12 @@ def test_the_controller_is_restarted_when_a_job_wants_back(submit, cluster, expe
     training.wait_for_steps()
     log = Path(training.job.facts()["StdOut"])
     (script,) = (pid for pid in cluster.pids("n1") if is_batch_script(pid))
-    cluster.kill_controller()
+    cluster.stop_controller()
     try:
         os.kill(script, signal.SIGUSR1)
         wait_until(lambda: "exit code 75" in log.read_text(), 0.2)
-        time.sleep(40)
+        for command in (["show", "job"], ["requeue"]):  # both wait in vain for some seconds
+            assert cluster.finish("scontrol", *command, training.job.number).returncode == 1
     finally:
         cluster.start_controller()
     training.job.wait_for_requeue()
