@@ -44,11 +44,16 @@ class Daemon(threading.Thread):
         env |= {"PMI_SIZE": "2", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
         for rank, side in enumerate(self.rank_sides):
             number = side.fileno()
-            own = {"PMI_FD": number, "PMI_RANK": rank, "SLURM_PROCID": rank, "SLURM_NODEID": rank}
+            variables = {
+                "PMI_FD": number,
+                "PMI_RANK": rank,
+                "SLURM_PROCID": rank,
+                "SLURM_NODEID": rank,
+            }
             self.ranks.append(
                 subprocess.Popen(
                     [sys.executable, "-c", f"{program}\n{JOIN}"],
-                    env=env | {name: str(value) for name, value in own.items()},
+                    env=env | {name: str(value) for name, value in variables.items()},
                     pass_fds=[number],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -84,7 +89,7 @@ class Daemon(threading.Thread):
                 return
         if command == "put":
             self.values[name] = request["value"]
-        found = f"rc=0 value={self.values[name]}" if name in self.values else "rc=1"
+        text = f"rc=0 value={self.values[name]}" if name in self.values else "rc=1"
         reply = {
             "init": "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0",
             "get_maxes": MAXES,
@@ -92,7 +97,7 @@ class Daemon(threading.Thread):
             "get_universe_size": "cmd=universe_size rc=0 size=2",
             "get_my_kvsname": "cmd=my_kvsname rc=0 kvsname=4294967295.4294967295",
             "put": "cmd=put_result rc=0",
-            "get": f"cmd=get_result {found}",
+            "get": f"cmd=get_result {text}",
             "barrier_in": "cmd=barrier_out rc=0",
             "finalize": "cmd=finalize_ack rc=0",
         }[command]
