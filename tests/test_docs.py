@@ -4,6 +4,7 @@ The Python blocks of a document share a namespace. A small data set replaces the
 a small folder of images, and runs of more than MOST_EPOCHS epochs end after one iteration.
 """
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
@@ -35,6 +36,55 @@ def blocks(path):
     """Return (number of the first line, source) of each Python block in a document."""
     fences = documented_commands.fences(path.read_text())
     return [(line, source) for line, language, source in fences if language == "python"]
+
+
+def swallowed_code(source):
+    """Yield comments of a Python block that end in a statement, as after lines were joined.
+
+    A comment may consist of code, or name a call after a word such as "for".
+    """
+    for comment in re.findall(r"(?:^|\s)#\s+(.*)", source):
+        words = comment.split(" ")
+        for i in range(1, len(words)):
+            follows_prose = re.fullmatch("[a-z-]+[.,;]?", words[i - 1]) is not None
+            if follows_prose and words[i - 1] not in ("for", "of", "or", "with", "as", "by", "in"):
+                if is_statement(" ".join(words[i:])):
+                    yield comment
+                    break
+
+
+def is_statement(text):
+    """Return whether a text is an assignment, perhaps cut off after "=", an import or a call."""
+    try:
+        (node,) = ast.parse(re.sub("(?<= =)$", " 0", text)).body
+    except (SyntaxError, ValueError):
+        return False
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    return is_call or isinstance(node, ast.Assign | ast.AugAssign | ast.Import | ast.ImportFrom)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_no_comment_swallows_code(path):
+    assert [comment for _, source in blocks(path) for comment in swallowed_code(source)] == []
+
+
+def test_swallowed_code_is_found():
+    """Negative control: joined lines are found, but not comments about code."""
+    lines = [
+        "print(loss)      # loss of each mini-batch print(accuracy)",
+        "# mean of each epoch print(history.iteration, history.loss)",
+        "counts = world.allgather(1)   # the share of each rank largest =",
+        "# the packages import mpidl as dl",
+        "net = f()        # a network net.parameters = arrays",
+    ]
+    assert [len(list(swallowed_code(line))) for line in lines] == [1] * len(lines)
+    fine = [
+        'net = f()        # pretrained = dl.load_onnx("alexnet.onnx")',
+        "# also for dl.TrainingOptions(loss=modest); in a notebook: dl.launch(size, ranks=4)",
+        "images           # (len(indices), *image_shape)",
+        "# print(accuracy)",
+    ]
+    assert [comment for line in fine for comment in swallowed_code(line)] == []
 
 
 def small_digits(world=None):
