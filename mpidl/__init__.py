@@ -119,4 +119,12 @@ if not TYPE_CHECKING:  # type checkers must report unknown names
 
     __getattr__ = matlab_names.missing_name
 
+
+def __dir__() -> list[str]:
+    """Return the public names, for completion in editors and notebooks."""
+    internal = {"TYPE_CHECKING", "_name"}
+    internal |= {name for name, value in globals().items() if isinstance(value, type(sys))}
+    return sorted(globals().keys() - internal | {"data", "keyed", "nn", "ops"})
+
+
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
-"""Suggest mpidl's equivalents for names of functions and arguments in MATLAB.
+"""Suggest mpidl's equivalents for names in MATLAB, PyTorch, Keras and scikit-learn.
 
-For example, `mpidl.trainNetwork` raises an AttributeError whose message names `dl.train`.
-docs/matlab.md has the same names in tables.
+For example, `mpidl.trainNetwork` and `net.fit` raise an AttributeError whose message names
+`dl.train`. docs/matlab.md has the names in MATLAB in tables.
 """
 
 import functools
@@ -168,6 +168,53 @@ NAMES: dict[str, str] = {
     "load": "dl.load_model(path)",
 }
 
+# {attribute of a network in another library: equivalent in mpidl}
+NETWORK_ATTRIBUTES: dict[str, str] = {
+    **dict.fromkeys(("fit", "partial_fit", "train_on_batch"), _TRAIN),
+    "compile": "dl.TrainingOptions(solver=..., loss=..., metrics=...), an argument of dl.train",
+    "train": "dl.train(net, images, dl.TrainingOptions(...)); networks have no modes to switch",
+    "eval": "not needed: only training uses dropout and the statistics of mini-batches",
+    **dict.fromkeys(("evaluate", "score", "test"), "dl.evaluate(net, images)"),
+    **dict.fromkeys(("predict_proba", "predict_on_batch"), "dl.predict(net, images)"),
+    "predict_classes": "dl.classify(net, images)",
+    "decision_function": "net.logits(images), before the softmax",
+    "forward": "net(images), or dl.predict(net, images) for data sets and arrays",
+    "register_forward_hook": 'dl.activations(net, images, "conv1")',
+    "summary": "print(net), or dl.analyze(net) with memory and operations",
+    **dict.fromkeys(("plot", "plot_model"), "dl.analyze(net)"),
+    **dict.fromkeys(
+        ("named_parameters", "weights", "get_weights", "variables", "Learnables"),
+        'net.parameters, a dict of arrays such as net.parameters["conv1.weight"]',
+    ),
+    **dict.fromkeys(("buffers", "named_buffers"), "net.state, a dict of arrays"),
+    **dict.fromkeys(
+        ("trainable_weights", "trainable_variables"), "net.trainable, a dict of arrays"
+    ),
+    "set_weights": "net.parameters = {**net.parameters, ...}",
+    "state_dict": "net.parameters and net.state, or dl.save_weights(net, path)",
+    **dict.fromkeys(("load_state_dict", "load_weights"), "dl.load_weights(net, path)"),
+    "save_weights": "dl.save_weights(net, path)",
+    "save": "dl.save_model(path, net)",
+    **dict.fromkeys(("get_config", "to_json"), "net.spec()"),
+    **dict.fromkeys(
+        ("modules", "named_modules", "children", "named_children"), "net.layers, a list"
+    ),
+    **dict.fromkeys(("get_layer", "get_submodule"), 'net["conv1"]'),
+    **dict.fromkeys(("add", "append"), "net.append_layer(layer), or dl.Network([...], shape)"),
+    "requires_grad_": "net.freeze(...) and net.unfreeze(...), with the names of layers",
+    **dict.fromkeys(("backward", "zero_grad"), _GRADIENT),
+    **dict.fromkeys(
+        ("cuda", "cpu"),
+        'world.use_device("gpu") or world.use_device("cpu"), after which dl.train moves networks',
+    ),
+    **dict.fromkeys(
+        ("half", "float", "double", "bfloat16"), "not needed: the learnables are float32"
+    ),
+    "classes_": "net.classes",
+    "InputSize": "net.input_shape",
+    "Connections": "net.reads",
+}
+
 # {argument in MATLAB or another library, in lower case without underscores: argument in mpidl}
 ARGUMENTS = {
     **dict.fromkeys(("kernelsize", "poolsize", "filtersize"), "size"),
@@ -227,6 +274,21 @@ def missing_name(name: str) -> NoReturn:
     elif not name.startswith("_"):
         text += did_you_mean(name, [n for n in dir(package) if not n.startswith("_")])
     # With an `obj`, Python would append its own suggestion.
+    raise AttributeError(text, name=name, obj=None)
+
+
+def missing_attribute(net: object, name: str) -> NoReturn:
+    """Raise AttributeError for an attribute that a network does not have.
+
+    The message contains the equivalent of an attribute in another library, or else the most similar
+    attribute.
+    """
+    text = f"{type(net).__name__} has no attribute {name!r}"
+    if name in NETWORK_ATTRIBUTES:
+        equivalent = NETWORK_ATTRIBUTES[name]
+        text += f": {'' if equivalent.startswith('not needed') else 'use '}{equivalent}"
+    elif not name.startswith("_"):
+        text += did_you_mean(name, [n for n in dir(net) if not n.startswith("_")])
     raise AttributeError(text, name=name, obj=None)
 
 

@@ -1,9 +1,13 @@
 """Test that MATLAB's names and arguments raise one-line errors that name existing mpidl calls."""
 
+import copy
 import inspect
+import pickle
 import re
 from pathlib import Path
 
+import api_pages
+import numpy as np
 import pytest
 
 import mpidl as dl
@@ -19,7 +23,8 @@ VARIABLES = {
     "queue": dl.MinibatchQueue,
     "x": dl.Blocked,
 }
-SET_BY_INIT = {"rank", "size", "confusion", "rmse"}  # instance attributes of a World and of results
+# Instance attributes of a World, of results and of a Network.
+SET_BY_INIT = {"rank", "size", "confusion", "rmse", "layers", "classes", "input_shape", "reads"}
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "matlab.md"
 
 
@@ -44,6 +49,60 @@ def missing_attributes(text):
                 missing.append(variable + names)
             value = getattr(value, name, None)
     return missing
+
+
+@pytest.fixture(scope="module")
+def net():
+    return dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(3)], (1, 8, 8))
+
+
+@pytest.mark.parametrize("name", matlab_names.NETWORK_ATTRIBUTES)
+def test_an_attribute_of_another_library_names_a_call(net, name):
+    assert not hasattr(dl.Network, name) and not hasattr(net, name)
+    with pytest.raises(AttributeError) as raised:
+        getattr(net, name)
+    text = str(raised.value)
+    assert text.startswith(f"Network has no attribute '{name}': ") and "\n" not in text
+    assert text.endswith(matlab_names.NETWORK_ATTRIBUTES[name])
+    assert missing_attributes(text) == []
+
+
+def test_habits_with_networks(net):
+    """Habits of users of Keras, PyTorch and scikit-learn work, or an error says how."""
+    assert len(net) == 3 and net and [layer.name for layer in net.layers] == net.layer_names
+    hints = {
+        "fit": "use dl.train(net, images, dl.TrainingOptions(...))",
+        "eval": "not needed: only training uses dropout",
+        "summary": "use print(net), or dl.analyze(net)",
+        "state_dict": "dl.save_weights(net, path)",
+        "score": "use dl.evaluate(net, images)",
+        "Layers": "did you mean layers?",
+    }
+    for name, hint in hints.items():
+        with pytest.raises(AttributeError, match=re.escape(hint)):
+            getattr(net, name)
+    with pytest.raises(AttributeError, match="^Network has no attribute '_private'$"):
+        _ = net._private
+    for use in (lambda: net[0], lambda: list(net)):
+        with pytest.raises(KeyError, match="expected the name of a layer, got 0; net.layers is"):
+            use()
+    for device in ("cuda", "cpu"):
+        with pytest.raises(TypeError, match=f"world.use_device.*got '{device}'"):
+            net.to(device)
+    store = dl.ArrayDatastore(np.zeros((2, 1, 8, 8), np.uint8), [0, 1])
+    with pytest.raises(TypeError, match=r"got ArrayDatastore; dl.predict\(net, images\) accepts"):
+        net.predict(store)
+    for copied in (copy.copy(net), copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert repr(copied) == repr(net)
+
+
+def test_the_package_lists_its_public_names():
+    public = {name.path.split(".")[1] for name in api_pages.public_names()}
+    names = {name for name in dir(dl) if not name.startswith("__")}
+    assert public - {"training"} <= names
+    modules = {name for name in names if inspect.ismodule(getattr(dl, name))}
+    assert modules == {"data", "keyed", "nn", "ops"}
+    assert names - modules - public == set()
 
 
 def test_a_call_that_does_not_exist_is_found():

@@ -15,6 +15,7 @@ import numpy as np
 from mpidl import ops
 from mpidl.autodiff import Var, value_of
 from mpidl.blocks import Blocked, OneRank, from_images, share
+from mpidl.matlab_names import missing_attribute
 from mpidl.nn import construction, editing, graph, placement
 from mpidl.nn.layers import Conv2D, Layer, LayerContext, Softmax
 from mpidl.nn.layers.base import Value
@@ -133,6 +134,15 @@ class Network:
         """Names of the layers, in the order of the list."""
         return [layer.name for layer in self.layers]
 
+    if not TYPE_CHECKING:  # type checkers must report unknown attributes
+
+        def __getattr__(self, name):
+            missing_attribute(self, name)
+
+    def __len__(self) -> int:
+        """Return the number of layers."""
+        return len(self.layers)
+
     def __getitem__(self, name: str) -> Layer:
         """Return the layer named `name`. Raise KeyError if no layer has this name."""
         return self.layers[self.layer_number(name)]
@@ -150,6 +160,8 @@ class Network:
         int
             Index from 0.
         """
+        if not isinstance(name, str):
+            raise KeyError(f"expected the name of a layer, got {name!r}; net.layers is a list")
         if name not in self.layer_names:
             last = f": the last layers are {', '.join(self.layer_names[-5:])}"
             raise KeyError(f"no layer {name}{did_you_mean(name, self.layer_names) or last}")
@@ -488,6 +500,11 @@ class Network:
             return ops.softmax(self.logits(images))
         if self.on_device:
             raise TypeError("predict expects the network in host memory: call net.to(None) first")
+        if not hasattr(images, "__array__") and not isinstance(images, list | tuple):
+            raise TypeError(
+                f"net.predict expects an array of images, got {type(images).__name__}; "
+                "dl.predict(net, images) accepts data sets"
+            )
         pixels = np.asarray(images)
         if not (pixels.dtype == np.uint8 or pixels.dtype.kind == "f"):
             raise TypeError(f"predict expects uint8 or float images, got {pixels.dtype}")

@@ -20,6 +20,11 @@ def move(net: Network, device: Any) -> None:
 
     This function implements `Network.to`.
     """
+    if isinstance(device, str):
+        raise TypeError(
+            f"net.to: expected world.device after world.use_device('gpu'), or None for host "
+            f"memory, got {device!r}"
+        )
     if device is None:
         net._parameters = {name: np.asarray(a) for name, a in net._parameters.items()}
         net._state = {name: np.asarray(a) for name, a in net._state.items()}
