@@ -9,9 +9,9 @@ JSON files and tables, and `gpu` contains the GPU benchmarks.
 
 import importlib
 
-from benchmarks import arguments, machine, report, turns
+from benchmarks import arguments, report, turns
 from mpidl.cli import start
-from mpidl.comm import failure
+from mpidl.comm import failure, thread_budget
 from mpidl.errors import Fault
 
 # Modules of sub-commands whose names differ; a module "logging" would hide Python's module.
@@ -22,10 +22,10 @@ def main(argv=None):
     """Run the command and return its exit code."""
     options = arguments.parse(argv, quiet=failure.launched_rank() > 0)
     report.prepare_json(options.json)
-    options.busy = machine.busy()
+    options.busy = thread_budget.busy_share()
     for line in start.without_kernels() if failure.launched_rank() == 0 else []:
         print(line)
-    if options.busy > 0.1 and failure.launched_rank() == 0:
+    if options.busy > thread_budget.BUSY_SHARE and failure.launched_rank() == 0:
         print(
             f"warning: the cores are already {options.busy * 100:.0f} % busy, so the times are "
             "unreliable"

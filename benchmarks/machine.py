@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import time
 from collections.abc import Callable
 
 from mpidl.backends.cpu import builds
@@ -14,23 +13,6 @@ def arithmetic() -> str:
     """Describe the kernels in this process, such as "C kernels for x86-64-v3" or "NumPy"."""
     library = builds.kernels()
     return "NumPy" if library is None else f"C kernels for {library.build}"
-
-
-def busy(seconds: float = 0.5) -> float:
-    """Return the load of all cores over some seconds, from 0 to 1. Return 0 if it is unknown."""
-
-    def clock():
-        with open("/proc/stat") as file:
-            ticks = [int(word) for word in file.readline().split()[1:9]]
-        return sum(ticks), ticks[3] + ticks[4]  # times of all states, idle time
-
-    try:
-        before = clock()
-        time.sleep(seconds)
-        total, idle = (b - a for a, b in zip(before, clock(), strict=True))
-    except (OSError, ValueError, IndexError):
-        return 0.0
-    return 1 - idle / total if total else 0.0
 
 
 def cores_of(ranks: int, threads: int) -> list[list[int]]:

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -114,3 +116,52 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert result.returncode == 0, result.stderr
     lines, count = check_links.broken_links(Path(tmp_path / "site"))
     assert lines == [] and count > 1000
+
+
+@pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])
+def test_pages_are_made_again_on_an_idle_machine_only(tmp_path, is_busy):
+    """On a busy machine, run/site --remake must end before its first program, with exit code 2.
+
+    The measurement reads a fake file of the kernel. Stubs replace all other programs.
+    """
+    (tmp_path / "run").mkdir()
+    shutil.copy(ROOT / "run" / "site", tmp_path / "run")
+    common = (ROOT / "run" / "common.sh").read_text()
+    stubs = f"prepare() {{ PATH={tmp_path}/bin:$PATH; }}\nadd_extra() {{ :; }}\n"
+    (tmp_path / "run" / "common.sh").write_text(common + stubs)
+    before, after = "cpu0 0 0 0 0 0 0 0 0", f"cpu0 {80 if is_busy else 1} 0 0 20 0 0 0 0"
+    (tmp_path / "check.py").write_text(
+        f"""
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT / "docs")!r})
+import check_idle
+path = Path({str(tmp_path / "stat")!r})
+path.write_text({before!r})
+os.sched_getaffinity = lambda pid: {{0}}
+time.sleep = lambda seconds: path.write_text({after!r})
+sys.exit(check_idle.main(sys.argv[1], path))
+"""
+    )
+    program = f"""#!/bin/sh
+echo "$1" >>{tmp_path}/programs
+[ "$1" != docs/check_idle.py ] || exec {sys.executable} {tmp_path}/check.py "$2"
+"""
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "tmux", "chromium", "chromedriver"):
+        (tmp_path / "bin" / name).write_text(program)
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    words = ["bash", tmp_path / "run" / "site", "--remake"]
+    result = subprocess.run(words, env=env, capture_output=True, text=True)
+    programs = (tmp_path / "programs").read_text().split()
+    assert programs[0] == "docs/check_idle.py"
+    if is_busy:
+        assert result.returncode == 2 and len(programs) == 1
+        assert result.stderr == (
+            "run/site --remake: expected idle cores, because pages and pictures show speeds: "
+            "at most 10% busy, found 80%; end the other programs first\n"
+        )
+    else:
+        assert "docs/make_pictures.py" in programs and "docs/run_notebooks.py" in programs
+        assert "expected" not in result.stderr

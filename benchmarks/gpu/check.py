@@ -13,10 +13,10 @@ import sys
 import time
 from typing import NamedTuple
 
-from benchmarks import machine, report
+from benchmarks import report
 from mpidl.backends.gpu.discovery import visible
 from mpidl.cli.parser import Parser, count
-from mpidl.comm import failure
+from mpidl.comm import failure, thread_budget
 from mpidl.comm.launcher import environment
 from mpidl.errors import UserError
 from mpidl.files import write_whole
@@ -78,7 +78,7 @@ def main(argv=None, find_gpus=visible, stage_command=None):
         if name in options.stages and os.path.exists(path):
             os.unlink(path)  # left by an earlier check
     print(f"{gpu}; results go to {options.out}", flush=True)
-    busy, deadline = machine.busy(), time.monotonic() + options.limit
+    busy, deadline = thread_budget.busy_share(), time.monotonic() + options.limit
     outcomes, stages = {}, [stage for stage in STAGES if stage.name in options.stages]
     for stage in stages:
         left = deadline - time.monotonic()

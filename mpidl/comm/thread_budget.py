@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from mpidl.comm.world import World
 
 CGROUP_FOLDER = "/sys/fs/cgroup"
+STATISTICS = "/proc/stat"
+BUSY_SHARE = 0.1  # load of the cores from which times of other programs are unreliable
 SHARED_CORES = "which slows all of them"  # text in the warning about more threads than cores
 
 
@@ -77,6 +80,43 @@ def _quota(cgroup_folder):
 def _read(path):
     with open(path) as file:
         return file.read()
+
+
+def busy_share(seconds: float = 0.5, statistics: str = STATISTICS) -> float:
+    """Return the load of the cores that this process may use, from 0 to 1.
+
+    Parameters
+    ----------
+    seconds : float
+        Duration of the measurement, during which this process sleeps.
+    statistics : str
+        The Linux kernel's file with the times of each core.
+
+    Returns
+    -------
+    float
+        The share of these seconds in which the cores were not idle, or 0 if it is unknown.
+    """
+    try:
+        before = _times_of_cores(statistics)
+        time.sleep(seconds)
+        total, idle = (b - a for a, b in zip(before, _times_of_cores(statistics), strict=True))
+    except (AttributeError, OSError, ValueError, IndexError):
+        return 0.0
+    return min(max(1 - idle / total, 0.0), 1.0) if total > 0 else 0.0
+
+
+def _times_of_cores(statistics):
+    """Return the total time of the cores that this process may use, and the idle part of it."""
+    total = idle = 0
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    for line in _read(statistics).splitlines():
+        name, *words = line.split()
+        if name in names:
+            ticks = [int(word) for word in words[:8]]  # the times of guests are part of others
+            total += sum(ticks)
+            idle += ticks[3] + ticks[4]  # idle, and waiting for disks
+    return total, idle
 
 
 def assign_threads(ranks: Sequence[tuple[str, Cores]], count: int) -> tuple[list[int], list[str]]:

@@ -395,7 +395,7 @@ def run_check(tmp_path, monkeypatch, capsys, behaviour, *words, gpus=("Some GPU"
         return [sys.executable, "-c", STAGE, name, folder, behaviour.get(name, "pass")]
 
     out = tmp_path / "results"
-    monkeypatch.setattr(check.machine, "busy", lambda: 0.0)
+    monkeypatch.setattr(check.thread_budget, "busy_share", lambda: 0.0)
     code = check.main(["--out", str(out), *words], visible_gpus(*gpus), command)
     lines = capsys.readouterr().out.strip().splitlines()
     return code, lines[-1], json.loads((out / "gpu-check.json").read_text())

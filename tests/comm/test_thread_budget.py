@@ -5,14 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import limits
 import pytest
 
 from mpidl import backends, startup
 from mpidl.backends import settings
+from mpidl.comm import thread_budget
 from mpidl.comm.thread_budget import (
     Cores,
     assign_threads,
     available_cores,
+    busy_share,
     ignored_variable,
 )
 
@@ -121,3 +124,62 @@ def test_an_ignored_variable_is_named(monkeypatch):
     assert line.startswith(
         "note: OMP_NUM_THREADS=4 has no effect, each rank computes on 2 thread(s)"
     )
+
+
+@pytest.fixture
+def times_of_cores(monkeypatch, tmp_path):
+    """Return a function that writes the kernel's file and changes it during the measurement.
+
+    The process may use cores 1 and 3 of 4. Its arguments are the ticks in which each of the two
+    cores was busy, idle and waiting for a disk. Cores 0 and 2 are always busy.
+    """
+    path, changes = tmp_path / "stat", []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3})
+    monkeypatch.setattr(thread_budget.time, "sleep", lambda seconds: path.write_text(changes[0]))
+
+    def write(first, second):
+        texts = []
+        for elapsed in (0, 1):
+            lines = ["cpu  9 9 9 9 9 9 9 9 9 9"]
+            for core in range(4):
+                busy, idle, waiting = {1: first, 3: second}.get(core, (100, 0, 0))
+                ticks = [50 + elapsed * count for count in (busy, 0, 0, idle, waiting, 0, 0, 0)]
+                lines.append(f"cpu{core} {' '.join(map(str, ticks))} 7 7")
+            texts.append("\n".join([*lines, "intr 5 0 0", "ctxt 77", ""]))
+        path.write_text(texts[0])
+        changes[:] = texts[1:]
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "first, second, expected",
+    [
+        ((0, 100, 0), (0, 60, 40), 0.0),
+        ((100, 0, 0), (100, 0, 0), 1.0),
+        ((30, 70, 0), (0, 100, 0), 0.15),
+        ((0, 0, 0), (0, 0, 0), 0.0),
+    ],
+)
+def test_the_load_of_this_processs_cores(times_of_cores, first, second, expected):
+    share = busy_share(statistics=times_of_cores(first, second))
+    assert share == pytest.approx(expected, abs=1e-12)
+
+
+def test_an_unknown_load_is_none_at_all(tmp_path):
+    assert busy_share(0, tmp_path / "absent") == 0.0
+    (tmp_path / "stat").write_text("cpu0 a b c\n" * 2)
+    assert busy_share(0, tmp_path / "stat") == 0.0
+
+
+def test_a_busy_process_is_seen():
+    """A process that computes all the time is measured with the kernel's own file."""
+    words = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(words) for _ in os.sched_getaffinity(0)]
+    try:
+        limits.wait_until(lambda: busy_share(0.2) > thread_budget.BUSY_SHARE)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
