@@ -100,6 +100,7 @@ from mpidl.report.history import history as history
 from mpidl.training.files.model_file import load_model as load_model
 from mpidl.training.files.model_file import save_model as save_model
 from mpidl.training.files.model_file import weights_sha256 as weights_sha256
+from mpidl.training.loop_run import report_to as report_to
 from mpidl.training.optimizers import LAMB as LAMB
 from mpidl.training.optimizers import LARS as LARS
 from mpidl.training.optimizers import SGDM as SGDM

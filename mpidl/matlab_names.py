@@ -28,8 +28,8 @@ NAMES: dict[str, str] = {
     "trainNetwork": _TRAIN,
     "trainnet": "dl.train(net, images, dl.TrainingOptions(loss=...))",
     "trainingOptions": "dl.TrainingOptions(epochs=30, batch_size=128, ...)",
-    "trainingProgressMonitor": "`python -m mpidl.monitor RUN` in a browser, or "
-    'dl.launch(function, plots="live") in a notebook',
+    "trainingProgressMonitor": 'world.report(...) in dl.report_to("RUN", world=world), which '
+    "`python -m mpidl.monitor RUN` shows",
     "experimentManager": "dl.sweep(function, trials)",
     # custom loops
     "dlarray": "not needed: dl.MinibatchQueue delivers values per image, and "

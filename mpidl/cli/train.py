@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,13 @@ from mpidl.data.loading.pipeline import Pipeline
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, validation
-from mpidl.files import call_together, on_rank_0
+from mpidl.files import on_rank_0
 from mpidl.losses import has_class_scores
 from mpidl.report import Console, metrics
 from mpidl.report.trackers import tracking
 from mpidl.training import (
     input_pipeline,
+    live_page,
     lost_ranks,
     progress,
     skipped_images,
@@ -126,7 +126,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         # Check here, because dl.train checks only after the output folder has changed.
         configuration.changed_on_resume(saved, now, f"the run in {typed['resume']}")
     trackers = tracking_hooks.of_run(settings, run)
-    page = _open_page(typed, world)
+    page = live_page.open_page(world, typed.get("monitor"), "--monitor")
     page_hooks = [_PageHook(page)] if "monitor" in typed else []
     title = pretrained.title(run)
     _lock_folder(typed, lock)
@@ -161,7 +161,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         tracking_hooks.abandoned_on_error(trackers),
         status_hooks.watched(out, world, signals, lock),
         # The page must close after the status hook to show the final status.
-        _served(page, out, console),
+        live_page.served(page, out, console.line),
         status_hooks.StatusHook(out, world, lock) as status_hook,
     ):
         result = train_network(
@@ -243,19 +243,6 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         )
 
 
-def _open_page(typed, world):
-    """Return the address of the live page on rank 0, if --monitor requests it. Collective."""
-
-    def listen():
-        from mpidl.report.live import address  # other ranks do not need it
-
-        address.need_bokeh("--monitor")
-        return address.listen(port=typed["monitor"], option="--monitor")
-
-    has_page = world.rank == 0 and "monitor" in typed
-    return call_together(world, listen if has_page else lambda: None)
-
-
 class _PageHook:
     """Hook that reports that the live page has ended, because its rank is lost."""
 
@@ -268,20 +255,6 @@ class _PageHook:
                 "warning: --monitor: the page has ended with its rank; python -m mpidl.monitor "
                 f"{run.writer.out} shows the run"
             )
-
-
-@contextlib.contextmanager
-def _served(page, out, console):
-    """Serve the live page of the run in a separate process, unless `page` is None."""
-    if page is None:
-        yield
-        return
-    from mpidl.report.live.page_process import PageProcess
-
-    for line in page.lines():
-        console.line(line)
-    with contextlib.closing(PageProcess(out, page)):
-        yield
 
 
 def _check_shape(option, images, train_set):

@@ -234,7 +234,7 @@ class Signals:
     Within the context, these signals do not end the process, but a second SIGINT raises
     KeyboardInterrupt. If contexts of this class are nested, a signal requests a stop in all of
     them. A signal that arrived while the command was starting (`startup.note`) also requests a
-    stop.
+    stop. Entering the context again has no effect.
 
     Attributes
     ----------
@@ -255,7 +255,8 @@ class Signals:
         self._previous_handlers = {}
 
     def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not self._previous_handlers:
             for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
                 self._previous_handlers[number] = signal.signal(number, self._note)
             if self._previous_handlers[signal.SIGTERM] is startup.note:
@@ -265,6 +266,7 @@ class Signals:
     def __exit__(self, *_) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
+        self._previous_handlers = {}
 
     def is_requested(self) -> bool:
         """Call `look` if it is set, and return whether this rank has received a stop request."""

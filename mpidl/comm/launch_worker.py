@@ -38,6 +38,7 @@ def main(folder: str) -> None:
     """Run the launched function on this rank; `folder` contains the files of the launch."""
     faulthandler.enable()
     rank, host = failure.launched_rank(), ""
+    listener = None
     try:
         with open(os.path.join(folder, "task"), "rb") as file:
             task = pickle.load(file)
@@ -53,9 +54,12 @@ def main(folder: str) -> None:
             rank, host = world.rank, world.host
             if task["live"] and rank == 0:
                 notebook.record_in(folder)
+                world.listeners.append(listener := notebook.LoopListener())
             _run_main_program(task["main"])
             function, arguments = _load_task(file)
         result = function(world, *arguments)
+        if listener is not None:
+            listener.end(world.signals is not None and world.signals.agreed)
         if rank == 0:
             _write_result(result, os.path.join(folder, "result"))
         for stream in (sys.stdout, sys.stderr):

@@ -105,6 +105,11 @@ class World(Messaging):
         For each rank, its number before the first loss of ranks.
     lost_ranks : list of LostRank
         The lost ranks, in the order in which they were lost.
+    listeners : list of functions
+        Functions that receive the values of each `report` on rank 0, to record or draw them.
+    signals : Signals or None
+        Requests to stop, on which `stop_requested` lets the ranks agree; None until the first call
+        of that method.
 
     Notes
     -----
@@ -144,6 +149,8 @@ class World(Messaging):
         self.outlives_ranks = False
         self.first_ranks = list(range(self.size))
         self.lost_ranks: list[LostRank] = []
+        self.listeners: list[Callable[[dict[str, Any]], object]] = []
+        self.signals: failure.Signals | None = None
         # `devices.use_gpu` sets the next three attributes.
         self.device: CudaDevice | None = None
         self.counts: Counts | None = None
@@ -486,18 +493,48 @@ class World(Messaging):
             raise self.allgather(kind)[lowest](texts[lowest])
 
     def report(self, **facts: Any) -> None:
-        """Print named values on rank 0, such as `Epoch: 1, Loss: 0.3071`.
+        """Print named values on rank 0, such as `Epoch: 1, Loss: 0.3071`, and record them.
 
-        This method is not collective.
+        This method is not collective. Within `dl.report_to`, and in a notebook with
+        ``dl.launch(..., plots="live")``, the values are also recorded and drawn. They are `loss`,
+        `accuracy`, `learning_rate`, `images_per_second`, `validation_loss` and
+        `validation_accuracy`, at the position that `epoch` and `iteration` give. A report with
+        `iteration` is then recorded without being printed. Other values are only printed.
 
         Parameters
         ----------
         **facts
             Names and values, in the order in which they are printed. A name such as `test_accuracy`
             is printed as "Test accuracy".
+
+        Raises
+        ------
+        UserError
+            If a value to record is not a number.
         """
-        if self.rank == 0:
+        if self.rank:
+            return
+        for listener in self.listeners:
+            listener(facts)
+        if not (self.listeners and "iteration" in facts):
             print(", ".join(_labelled(name, fact) for name, fact in facts.items()), flush=True)
+
+    def stop_requested(self) -> bool:
+        """Return whether a stop has been requested on any rank. Collective.
+
+        All ranks get the same answer, so a custom loop can end on all ranks in the same iteration.
+        A stop is requested by the signals USR1, TERM and INT, which do not end the process from the
+        first call on (a second INT does), by an interrupt of `dl.launch`, and within
+        `dl.report_to` by the Stop buttons of the live page or the file `stop`.
+
+        Returns
+        -------
+        bool
+            Whether to stop. After the first True, the answer stays True.
+        """
+        signals = self.signals = (self.signals or failure.Signals()).__enter__()
+        signals.agreed = self.gop("max", int(signals.agreed or signals.is_requested())) > 0
+        return signals.agreed
 
     # memory shared by a host
 

@@ -92,15 +92,19 @@ class StopFile:
         return stop_file.REASON if stop_file.read(self.folder) == stop_file.NOW else None
 
 
+def stop_after_epoch(folder: str | os.PathLike[str], signals: Signals) -> None:
+    """At the end of an epoch, request a stop if the file `stop` asks for it."""
+    if stop_file.read(folder) == stop_file.EPOCH:
+        signals.name = signals.name or stop_file.REASON
+
+
 class StopFileHook:
     """Stops the run after an epoch if the file `stop` requests that."""
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
-        out, signals = trainer.writer.out, trainer.signals
-        if trainer.world.rank or out is None or trainer.is_over:
-            return
-        if stop_file.read(out) == stop_file.EPOCH:
-            signals.name = signals.name or stop_file.REASON
+        out = trainer.writer.out
+        if trainer.world.rank == 0 and out is not None and not trainer.is_over:
+            stop_after_epoch(out, trainer.signals)
 
 
 class StatusHook:

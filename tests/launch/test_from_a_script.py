@@ -19,6 +19,7 @@ from limits import exceeded, wait_until
 import mpidl as dl
 from mpidl.comm import launch as launching
 from mpidl.comm import launch_job, launch_worker
+from mpidl.report.progress import notebook
 from mpidl.training.files import checkpoint
 
 SLOW = pytest.mark.slow("jobs")
@@ -159,6 +160,28 @@ def test_an_interrupt_stops_a_training_with_its_result(monkeypatch, capsys, tmp_
     loaded.parameters, loaded.state = arrays["learnables"], arrays["state"]
     assert dl.weights_sha256(loaded) == sha256
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_stops_a_custom_loop_that_is_shown_live(monkeypatch, capsys):
+    """The loop ends on all ranks in the same iteration, and prints no line per iteration."""
+    displayed = []
+    module = types.ModuleType("IPython.display")
+
+    def display(run, display_id):
+        displayed.append(run)
+        return types.SimpleNamespace(update=lambda run: None)
+
+    module.display = display
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    monkeypatch.setattr(notebook, "in_notebook", lambda: True)
+    monkeypatch.setattr(sys, "stdout", Interrupter("trains"))
+    iterations = dl.launch(launched.loop_until_stopped, ranks=3, plots="live")
+    assert iterations == [iterations[0]] * 3 and iterations[0] >= 5
+    (run,) = displayed
+    assert run.facts()[:2] == ["epoch 1", f"iteration {iterations[0]}"]
+    assert run.facts()[-1] == "stopped"
+    assert "Iteration" not in sys.stdout.getvalue()
 
 
 def test_an_interrupt_is_answered_whatever_is_shown(tmp_path, capsys):

@@ -161,6 +161,43 @@ def test_the_other_button_stops_after_the_epoch(pictures, tmp_path):
     assert jobs.weights_hash(out) == expected
 
 
+LOOP = """
+import sys
+import time
+import mpidl as dl
+
+world, iteration = dl.World(), 0
+with dl.report_to(sys.argv[1], world=world, epochs=1, iterations=10**6, monitor=0):
+    while not world.stop_requested():
+        iteration += 1
+        world.report(epoch=1, iteration=iteration, loss=1 / iteration, accuracy=0.5)
+        time.sleep(0.001)
+print(world.rank, iteration, flush=True)
+"""
+
+
+@PAGES
+@pytest.mark.timeout(120)
+def test_the_button_stops_a_custom_loop(tmp_path):
+    (tmp_path / "loop.py").write_text(LOOP)
+    job = launcher.start(3, tmp_path / "loop.py", tmp_path / "run", env=jobs.without_plots())
+    with job, browser.chromium() as driver:
+        url = re.match(r"Monitor: (\S+)", job.stdout.readline())[1]
+        browser.open_page(driver, url)
+        wait_until(lambda: len(browser.columns(driver, "curves-0", "loss")[0]) > 8)
+        assert "running on 3 ranks" in browser.text(driver, "run-0")
+        browser.element(driver, "now-0", "button").click()
+        result = finish(job)
+        wait_until(lambda: "stopped: stop file" in browser.text(driver, "run-0"))
+        wait_until(lambda: driver.execute_script(BANNERS) == [HAS_ENDED])
+    assert result.returncode == 0, result.stderr
+    lines = [line.split() for line in result.stdout.splitlines() if len(line.split()) == 2]
+    assert sorted(rank for rank, _ in lines) == ["0", "1", "2"]
+    assert {int(iteration) for _, iteration in lines} == {
+        max(record["iteration"] for record in jobs.metrics(tmp_path / "run"))
+    }
+
+
 @PAGES
 @pytest.mark.timeout(120)
 def test_the_command_shows_several_runs(pictures, tmp_path):

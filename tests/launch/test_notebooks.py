@@ -28,6 +28,13 @@ def trained(world, epochs):
     options = dl.TrainingOptions(epochs=epochs, batch_size=32, validation=images)
     return net, dl.train(net, images, options, world=world)
 
+def custom_loop(world):
+    iteration = 0
+    while not world.stop_requested():
+        iteration += 1
+        world.report(epoch=1, iteration=iteration, loss=1 / iteration, accuracy=0.5)
+    return iteration
+
 def ignores_interrupts(world):
     signal.signal(signal.SIGINT, lambda *_: print("is interrupted", flush=True))
     print("waits", flush=True)
@@ -106,6 +113,17 @@ def test_an_interrupt_returns_the_network_trained_so_far():
     (bundle,) = (output["data"] for output in outputs if output.output_type == "display_data")
     assert bundle["text/plain"].endswith("elapsed, stopped")
     assert texts(last) == "the kernel goes on\n"
+
+
+def test_a_custom_loop_is_shown_live_and_an_interrupt_stops_it():
+    notebook = Notebook(DEFINITIONS, 'dl.launch(custom_loop, ranks=2, plots="live")')
+    _, outputs = notebook.run(shows("iteration "))
+    (result,) = (o["data"] for o in outputs if o.output_type == "execute_result")
+    (bundle,) = (o["data"] for o in outputs if o.output_type == "display_data")
+    assert bundle["text/plain"].startswith(f"epoch 1, iteration {result['text/plain']}, loss ")
+    assert bundle["text/plain"].endswith("elapsed, stopped")
+    charts = ElementTree.fromstring(bundle["text/html"]).findall("div/figure/svg")
+    assert len(charts) == 2 and "Iteration" not in texts(outputs)
 
 
 def test_a_second_interrupt_kills(monkeypatch):

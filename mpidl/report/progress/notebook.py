@@ -7,6 +7,7 @@ folder of the launch. The launching process reads these files.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpidl.report import plots, svg_charts
+from mpidl.report.loop_records import LoopRecords
 from mpidl.report.metrics import number
 from mpidl.report.progress import rows
 
@@ -57,6 +59,28 @@ class Recorder:
         if kind != "iteration" or time.monotonic() - self.flush_time >= FLUSH_SECONDS:
             self.file.flush()
             self.flush_time = time.monotonic()
+
+
+class LoopListener:
+    """A listener of `World.report` that records a custom loop from its first report on."""
+
+    def __init__(self) -> None:
+        self._records = LoopRecords(self._write)
+        self._recorder: Recorder | None = None
+
+    def __call__(self, facts: Mapping[str, Any]) -> None:
+        self._records(facts)
+
+    def _write(self, record):
+        if self._recorder is None:
+            self._recorder = recorder()
+            self._recorder.write("start", epochs=0, iterations=0, iteration=0)
+        self._recorder.write(**record)
+
+    def end(self, is_stopped: bool) -> None:
+        """Record the end of the loop."""
+        if self._recorder is not None:
+            self._recorder.write("state", state="stopped" if is_stopped else "finished")
 
 
 class Run:
@@ -112,8 +136,8 @@ class Run:
         elapsed = (self.end_time or time.monotonic()) - self.start_time
         texts, last = [], self.last
         if last:
-            texts.append(f"epoch {last['epoch']:.0f} of {self.epochs:.0f}")
-            texts.append(f"iteration {last['iteration']:.0f} of {self.iterations:.0f}")
+            for name, total in (("epoch", self.epochs), ("iteration", self.iterations)):
+                texts.append(f"{name} {last[name]:.0f}" + (f" of {total:.0f}" if total else ""))
             for source, prefix in ((last, ""), (self.validation, "validation ")):
                 scores = {name: source.get(name) for name in ("loss", "accuracy")}
                 texts += [
@@ -121,12 +145,13 @@ class Run:
                     for name, score in (scores | source.get("metrics", {})).items()
                     if score is not None
                 ]
-            texts.append(f"learning rate {last['learning_rate']:g}")
+            if last["learning_rate"] is not None:
+                texts.append(f"learning rate {last['learning_rate']:g}")
             if last["images_per_second"] is not None:
                 texts.append(f"{last['images_per_second']:.0f} images/s")
         texts.append(f"{rows.clock(elapsed)} elapsed")
         iterations = last["iteration"] - self.first if last else 0
-        if iterations and not self.end_time and self.state == "training":
+        if iterations and self.iterations and not self.end_time and self.state == "training":
             remaining = elapsed / iterations * (self.iterations - last["iteration"])
             texts.append(rows.time_left(remaining))
         else:
@@ -139,7 +164,7 @@ class Run:
 
         x_end = self.last["iteration"] if self.last else 1.0
         if not self.end_time:
-            x_end = min(1.25 * x_end, self.iterations)  # space for later iterations
+            x_end = min(1.25 * x_end, self.iterations or math.inf)  # space for later iterations
         charts = [
             svg_charts.chart(name, self._lines(name), log=log, ends=(x_end, y_end), size=CHART_SIZE)
             for name, log, y_end in (("loss", True, None), ("accuracy", False, 1.0))

@@ -345,8 +345,7 @@ class RunWriter:
         self.check_finite(tables, position.iteration, learning_rate)
 
         def write():
-            if self.record_error is not None:
-                raise self.record_error
+            self.raise_record_error()
             self.metrics.flush()
             for function in self.before_checkpoint:
                 function()
@@ -355,6 +354,11 @@ class RunWriter:
             self.background.save(self.out, tables, all_facts, self.metrics.path, claim)
 
         self.write(write)
+
+    def raise_record_error(self) -> None:
+        """Raise the error of an earlier record that could not be written."""
+        if self.record_error is not None:
+            raise self.record_error
 
     def check(self) -> None:
         """On rank 0, raise UserError or LostLock if a checkpoint or plot could not be written."""
