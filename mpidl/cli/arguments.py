@@ -12,6 +12,7 @@ from typing import Any
 
 from mpidl.cli.parser import Parser, count, image_shape, port_of, rank_counts, typed_command
 from mpidl.data.formats import FILES
+from mpidl.data.transforms import normalize
 from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.training.options import training_options
@@ -153,8 +154,8 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
     -------
     Namespace
         The attributes are model, layers, data, out, top_k, confusion, metrics, activations, the
-        training options in `PREDICT`, preprocess and storage. preprocess and storage are dicts
-        {name: value} of the options in `PREPROCESS` and `STORAGE` that the user typed.
+        training options in `PREDICT`, normalization, preprocess and storage. preprocess and storage
+        are dicts {name: value} of the options in `PREPROCESS` and `STORAGE` that the user typed.
     """
     parser = Parser(
         "mpidl.predict",
@@ -191,6 +192,7 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
     parser.add_options("metrics")
     parser.text("--activations", "LAYER", "Write the output of this layer for each image to --out")
     add_preprocess(parser, "the model's preprocessing")
+    add_normalization(parser, "the normalization that FILE describes")
     add_storage(parser)
     parser.add_options(*PREDICT)
     defaults = {name: training_options.OPTIONS[name].default for name in ("metrics", *PREDICT)}
@@ -398,6 +400,24 @@ def add_preprocess(parser: Parser, default: str = "none") -> None:
     )
     for name, text in zip(PREPROCESS, texts, strict=True):
         parser.add(name, text, default)
+
+
+def add_normalization(parser: Parser, default: str) -> None:
+    """Add the flag for the normalization that the network of a file expects."""
+    parser.text(
+        "--normalization",
+        "NAME",
+        "How to normalize images for the network of a file that does not describe it: "
+        f"{normalize.CHOICES}; default: {default}",
+        normalize.FIXED,
+        type=_fixed_normalization,
+    )
+
+
+def _fixed_normalization(text):
+    if text not in normalize.FIXED and not normalize.is_numbers(text):
+        raise UserError(f"--normalization must be {normalize.CHOICES}, found {text}")
+    return text
 
 
 def add_storage(parser: Parser) -> None:

@@ -4,7 +4,7 @@ import argparse
 import inspect
 from collections.abc import Sequence
 
-from mpidl.cli import start, user_files
+from mpidl.cli import arguments, start, user_files
 from mpidl.cli.parser import Parser, count, image_shape
 from mpidl.comm import failure
 from mpidl.errors import Fault, UserError
@@ -54,6 +54,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         default="mpidl",
         choices=weight_names.LIBRARIES,
     )
+    arguments.add_normalization(parser, "the normalization that SRC describes")
     parser.text("--layers", "FILE.py", "Python file with the model's custom layer classes")
     parsed = parser.parse(argv)
     if parsed.classes is not None and parsed.network is None:
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("convert uses one process: run it without mpirun")
     network_files.suffix_of(parsed.target)
     net = _source(parsed)
+    net.normalization.need_known()
     learnables = sum(count for *_, count in net.table())
     print(f"{parsed.source}: {len(net.layers)} layers, {learnables:,} learnables")
     names = parsed.names if parsed.names in ("mpidl", "torchvision") else "mpidl"
@@ -87,7 +89,7 @@ def _source(parsed) -> Network:
     """Load the source file."""
     layers = user_files.user_layers(parsed.layers)
     if parsed.network is None:
-        return network_files.load(parsed.source, layers, parsed.input_shape)
+        return network_files.load(parsed.source, layers, parsed.input_shape, parsed.normalization)
     shape, classes = parsed.input_shape, parsed.classes
     if parsed.network in zoo.NETWORKS:
         defaults = inspect.signature(zoo.NETWORKS[parsed.network]).parameters
@@ -97,10 +99,7 @@ def _source(parsed) -> Network:
         if value is None:
             raise UserError(f"--network {parsed.network}: expected --{flag} with it, found none")
     net = start.network(parsed.network, shape, classes, seed=0)
-    weights.load_weights(net, parsed.source, parsed.names)
-    if parsed.names != "mpidl" and parsed.network in zoo.torchvision.NETWORKS and shape[0] == 3:
-        net.normalization = network_files.torchvision_normalization()
-    return net
+    return weights.load_weights(net, parsed.source, parsed.names, parsed.normalization)
 
 
 def _target(parsed) -> Network:

@@ -14,6 +14,7 @@ from mpidl.comm import World, failure
 from mpidl.data.checks import read_targets
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.storage.settings import refuse_remote
+from mpidl.data.transforms import normalize
 from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, predict
 from mpidl.evaluation.confusion import Confusion
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_rank_0(world, lambda: _check_outputs(parsed))
     # Every rank needs the custom layers, because rank 0 sends the network to all ranks.
     layers = user_files.user_layers(parsed.layers)
-    net = on_rank_0(world, lambda: network_files.load(parsed.model, layers))
+    net = on_rank_0(world, lambda: _network(parsed, layers))
     parsed.bad_images = BadImages.of_options(parsed)
     console = Console(world.rank, stream=sys.stderr)  # stdout is for the results
     with console.stage("reading the data"):
@@ -48,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     preprocess = start.preprocess(parsed.preprocess) if parsed.preprocess else net.preprocess
     reason = getattr(images, "unlabelled", None)  # `preprocessed` drops this attribute
     images = data.preprocessed(images, preprocess)
+    if parsed.normalization and normalize.needs_statistics(parsed.normalization, images):
+        raise UserError(
+            f"--normalization {parsed.normalization}: expected 8-bit images, found {images.dtype}"
+        )
     loss, classes = _loss_of(net, images), net.classes
     if classes is None and images.labels is not None and net.output_shape == (len(images.classes),):
         classes = images.classes  # for example, a file of another library has no class names
@@ -68,11 +73,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             _classes(parsed, world, net, images, classes, loss, reason)
     if world.rank == 0:
         print(f"Data: {images.describe()}", file=sys.stderr)
+        print(f"Normalization: {net.normalization.describe()}", file=sys.stderr)
     if parsed.bad_images and world.rank == 0:
         for _, text in sorted(parsed.bad_images.reasons.items()):
             print(f"warning: skipped an image: {text}", file=sys.stderr)
         print(f"Skipped images: {len(parsed.bad_images)} of {len(images)}")
     return 0
+
+
+def _network(parsed, layers):
+    """Load the network, with the normalization of the file or of the user."""
+    net = network_files.load(parsed.model, layers, normalization=parsed.normalization)
+    net.normalization.need_known()
+    return net
 
 
 def _check_outputs(parsed):

@@ -13,6 +13,7 @@ from mpidl.comm import World
 from mpidl.data import ImageFolder
 from mpidl.data.datastore import Datastore
 from mpidl.data.storage.settings import is_remote
+from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import AS_IT_IS, COLOURS, Preprocess
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0, sha256_of_file
@@ -109,24 +110,25 @@ def load(
     if network is not None and ".py:" in network:
         # Every rank needs the custom layers, because rank 0 sends the network to all ranks.
         user_files.load_user_function(network, "--network")
-    net = on_rank_0(world, lambda: _load(path, network, images))
+    name = _chosen_normalization(resolved)
+    is_fixed = name is not None and not normalize.needs_statistics(name, images)
+    net = on_rank_0(world, lambda: _load(path, network, images, name if is_fixed else None))
     on_rank_0(world, lambda: last_layer(net))
-    if network in zoo.torchvision.NETWORKS and net.input_shape[0] == 3 and _is_silent(net, path):
-        net.normalization = network_files.torchvision_normalization()
+    if name is None:
+        net.normalization.need_known()
     return Pretrained(net, file, False)
 
 
-def _is_silent(net, path):
-    """Return whether a file does not specify the normalization of its network."""
-    if net.normalization is None:
-        return True
-    # The program that runs an ONNX file may normalize the images.
-    return net.normalization.name == "none" and network_files.suffix_of(path) == ".onnx"
+def _chosen_normalization(resolved):
+    """Return the normalization that the user chose, or None."""
+    origin = resolved.sources["normalization"]
+    is_chosen = origin == "command line" or origin.startswith("config ")
+    return resolved.options.normalization if is_chosen else None
 
 
-def _load(path, network, images):
+def _load(path, network, images, normalization):
     if network is None:
-        return network_files.load(path)
+        return network_files.load(path, normalization=normalization)
     shape, outputs = images.image_shape, _classes_of(images)
     outputs = outputs if isinstance(outputs, int) else len(outputs)
     if network in zoo.NETWORKS:
@@ -136,7 +138,7 @@ def _load(path, network, images):
     def build(input_shape, count):
         return start.network(network, input_shape, count, seed=None)
 
-    return network_files.load_into(path, build, shape, outputs)
+    return network_files.load_into(path, build, shape, outputs, normalization)
 
 
 def _described(arrays, facts):
@@ -239,8 +241,9 @@ def network(
     if "normalization" in source.file:  # the run is resumed
         origin = source.file["normalization"]
         net.normalization = net.normalization if origin == WEIGHTS else None
-    elif origin == "command line" or origin.startswith("config "):
-        net.normalization = None
+    elif _chosen_normalization(resolved) is not None:
+        if normalize.needs_statistics(options.normalization, images):
+            net.normalization = None
     elif net.normalization is not None:
         origin = WEIGHTS
         options = replace(options, normalization=net.normalization.name)
@@ -291,19 +294,8 @@ def describe(
     if images.preprocess:
         facts["images"] = f"converted: {images.preprocess}"
     if net.normalization is not None:
-        facts["normalization"] = f"{net.normalization.name}{_numbers(net)}, as the weights expect"
+        facts["normalization"] = net.normalization.describe()
     return facts
-
-
-def _numbers(net):
-    """Describe the per-channel numbers of a normalization. Return "" if there are none."""
-    centre, divisor = net.normalization.centre, net.normalization.divisor
-    if net.normalization.name == "none":
-        return " (pixels from 0 to 255)"
-    if centre is None or centre.ndim != 1:
-        return ""
-    pair = (", ".join(f"{number:g}" for number in numbers) for numbers in (centre, divisor))
-    return " (minus {}, divided by {})".format(*pair)
 
 
 def title(run: Mapping[str, Any]) -> str:

@@ -12,13 +12,13 @@ import numpy as np
 
 from mpidl.blocks import OneRank, from_images, share
 from mpidl.data.formats.hdf5 import SIGNATURE
-from mpidl.data.transforms import normalize
 from mpidl.errors import UserError
 from mpidl.files import unreadable
-from mpidl.interchange import onnx_export, onnx_import, weight_names, weights
+from mpidl.interchange import input_pixels, onnx_export, onnx_import, weight_names, weights
+from mpidl.interchange.input_pixels import Choice, of_file
 from mpidl.interchange.onnx_builder import MAX_VALUES
 from mpidl.interchange.onnx_file import LARGEST
-from mpidl.nn import Layer, Network, Softmax, zoo
+from mpidl.nn import Layer, Network, Softmax
 from mpidl.nn.transfer import last_layer
 from mpidl.text import printable
 from mpidl.training.files import model_file
@@ -56,6 +56,7 @@ def load(
     path: str | os.PathLike[str],
     layers: Iterable[type[Layer]] = (),
     input_shape: tuple[int, int, int] | None = None,
+    normalization: Choice = None,
 ) -> Network:
     """Load a network with its weights, class names and normalization.
 
@@ -68,6 +69,8 @@ def load(
         Custom layer classes that the network contains.
     input_shape : (C, H, W), optional
         Shape of an image. Required if an ONNX file does not specify it.
+    normalization : str or Normalization, optional
+        How to normalize images for the network, as in `load_onnx`.
 
     Raises
     ------
@@ -77,11 +80,14 @@ def load(
     weights.refuse_pickle(path)
     suffix = ".h5" if _is_hdf5(path) else suffix_of(path)
     if suffix == ".h5":
-        return model_file.load_model(path, layers)[0]
+        net = model_file.load_model(path, layers)[0]
+        stored = net.normalization
+        net.normalization = of_file(path, net, {}, choice=normalization, stored=stored)
+        return net
     if suffix == ".onnx":
-        return onnx_import.load_onnx(path, input_shape)
+        return onnx_import.load_onnx(path, input_shape, normalization=normalization)
     arrays, metadata = weights.read(path)
-    if not _is_described(metadata):
+    if not weights.is_described(metadata):
         raise UserError(
             f"{printable(path)}: the file contains only arrays and no description of the network; "
             "--network NAME of mpidl.train and of mpidl.convert specifies it"
@@ -89,12 +95,14 @@ def load(
     try:
         description = model_file.described(json.loads(metadata["description"]))
         _check_shape(description["input_shape"])
-        net = model_file.network_of(description, _scaling(metadata), layers)
-    except DAMAGES as error:
+        net = model_file.network_of(description, input_pixels.stored_arrays(metadata), layers)
+    except weights.DAMAGES as error:
         raise UserError(f"{printable(path)}: its network cannot be built: {error}") from None
     _check_size(net, path)
     names = "mpidl" if weights.fits(net, arrays, "mpidl", path) else "torchvision"
     weights.assign(net, arrays, names, path)
+    stored = net.normalization
+    net.normalization = of_file(path, net, arrays, choice=normalization, stored=stored)
     net.unwhitened = description.get("unwhitened", [])
     return net
 
@@ -115,7 +123,11 @@ def _check_size(net, path):
 
 
 def load_into(
-    path: str | os.PathLike[str], build: Build, input_shape: tuple[int, ...], outputs: int
+    path: str | os.PathLike[str],
+    build: Build,
+    input_shape: tuple[int, ...],
+    outputs: int,
+    normalization: Choice = None,
 ) -> Network:
     """Load the weights of a file into a network that the caller defines.
 
@@ -132,6 +144,8 @@ def load_into(
         Shape of an image. Used if the file does not describe its network.
     outputs : int
         Number of outputs. Used if the file does not specify it.
+    normalization : str or Normalization, optional
+        How to normalize images for the network, as in `load_onnx`.
 
     Raises
     ------
@@ -140,14 +154,14 @@ def load_into(
     """
     weights.refuse_pickle(path)
     if suffix_of(path) == ".onnx":
-        return _load_onnx_into(path, build)
+        return _load_onnx_into(path, build, normalization)
     arrays, metadata = weights.read(path)
     description: Mapping = {}
-    if _is_described(metadata):
+    if weights.is_described(metadata):
         try:
             description = model_file.described(json.loads(metadata["description"]))
             input_shape = tuple(map(int, description["input_shape"]))
-        except DAMAGES as error:
+        except weights.DAMAGES as error:
             raise UserError(f"{printable(path)}: its description is damaged: {error}") from None
     net = _built(path, build, input_shape, outputs)
 
@@ -163,14 +177,8 @@ def load_into(
     if weight is not None and weight.ndim and (len(weight),) != net.output_shape:
         net = _built(path, build, input_shape, len(weight))
     weights.assign(net, arrays, names, path)
+    weights.set_normalization(net, path, arrays, metadata, normalization)
     if description:
-        try:
-            net.normalization = normalize.read(
-                description["normalization"], _scaling(metadata), net.input_shape[0]
-            )
-            net.normalization.check(net.input_shape)
-        except DAMAGES as error:
-            raise UserError(f"{printable(path)}: its description is damaged: {error}") from None
         classes = description["classes"]
         if isinstance(classes, list) and len(classes) in (0, *net.output_shape[:1]):
             net.classes = tuple(map(str, classes))
@@ -191,27 +199,12 @@ def _built(path, build, input_shape, outputs):
     return net
 
 
-# Exceptions that a damaged description causes.
-DAMAGES = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError)
-DAMAGES += (TypeError, ValueError, UserError)
-
-
-def _is_described(metadata):
-    return metadata.get("format") == "mpidl" and "description" in metadata
-
-
-def _scaling(metadata):
-    """Return the arrays of the normalization, {"centre": ..., "divisor": ...} or {}."""
-    numbers = json.loads(metadata.get("normalization", "{}"))
-    return {name: np.array(rows, np.float32) for name, rows in numbers.items()}
-
-
-def _load_onnx_into(path, build):
+def _load_onnx_into(path, build, normalization):
     """Copy the weights of an ONNX file into a network that computes the same scores.
 
     The arrays are matched by name if the names agree, and by the order of the layers otherwise.
     """
-    source = onnx_import.load_onnx(path)
+    source = onnx_import.load_onnx(path, normalization=normalization)
     net = _built(path, build, source.input_shape, source.output_shape[0])
     for table in ("parameters", "state"):
         expected, arrays = getattr(net, table), getattr(source, table)
@@ -247,12 +240,6 @@ def _without_softmax(net):
     return net.up_to(net.reads[-1][0]) if isinstance(net.layers[-1], Softmax) else net
 
 
-def torchvision_normalization() -> normalize.Normalization:
-    """Return the normalization that torchvision's published weights expect."""
-    numbers = (zoo.torchvision.CENTRE, zoo.torchvision.DIVISOR)
-    return normalize.Normalization("zscore", *(np.array(row, np.float32) for row in numbers))
-
-
 def score_difference(net: Network, other: Network) -> float:
     """Return the largest difference between two networks' scores, relative to the largest score.
 
@@ -264,7 +251,7 @@ def score_difference(net: Network, other: Network) -> float:
     scores = []
     for network in (net, other):
         images = pixels / np.float32(255)
-        if network.normalization is not None:
+        if network.normalization is not None and network.normalization.is_known:
             images = network.normalization(pixels)
         scores.append(network(from_images(images, batch)).local().astype(np.float64))
     largest = max(abs(scores[0]).max(), np.finfo(np.float32).tiny)

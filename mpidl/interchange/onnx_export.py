@@ -10,12 +10,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from mpidl.data.transforms import normalize
+from mpidl.data.transforms.normalize import Normalization
 from mpidl.errors import UserError
 from mpidl.files import write_whole
+from mpidl.interchange import input_pixels
+from mpidl.interchange.input_pixels import Scaling
 from mpidl.interchange.onnx_file import Model
 from mpidl.interchange.weights import library
 from mpidl.nn import Network
@@ -25,6 +30,7 @@ from mpidl.ops.transposed import same_or_crops
 from mpidl.text import printable
 from mpidl.training.files import model_file
 
+PRODUCER = "mpidl"
 OPSET = 20  # the first operator set with Gelu
 KEY = "mpidl"  # key of the network's description in the metadata
 IMAGES, CENTRE, DIVISOR = "images", "normalization.centre", "normalization.divisor"
@@ -148,8 +154,8 @@ def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool
         The .onnx file to write.
     normalize_images : bool
         Whether the graph begins with the normalization of the images. If True, the input is pixels,
-        from 0 to 255 for 8-bit images. If False, the input is normalized pixels, and `load_onnx`
-        returns a network without normalization.
+        from 0 to 255 for 8-bit images. If False, the input is normalized pixels. The file stores
+        the normalization in both cases, and `load_onnx` returns it with the network.
 
     Raises
     ------
@@ -192,16 +198,19 @@ def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool
         tensors,
     )
     opsets = [onnx.helper.make_opsetid("", OPSET)]
-    proto = onnx.helper.make_model(graph, opset_imports=opsets, producer_name="mpidl", ir_version=9)
+    proto = onnx.helper.make_model(
+        graph, opset_imports=opsets, producer_name=PRODUCER, ir_version=9
+    )
     onnx.helper.set_model_props(proto, {KEY: json.dumps(_description(net, normalize_images))})
     write_whole(path, proto.SerializeToString(deterministic=True))
 
 
 def _scaling(net):
     """Return the arrays of the normalization in shapes that ONNX can broadcast."""
-    if net.normalization is None or net.normalization.centre is None:
+    arrays = {} if net.normalization is None else net.normalization.arrays()
+    if not arrays:
         return {DIVISOR: np.float32(255)}
-    centre, divisor = net.normalization.arrays().values()
+    centre, divisor = arrays.values()
     shape = (1, *centre.shape) if centre.ndim == 3 else (1, -1, 1, 1)
     return {CENTRE: centre.reshape(shape), DIVISOR: divisor.reshape(shape)}
 
@@ -246,7 +255,30 @@ def _nodes(onnx, net, normalize_images):
 
 
 def _description(net, normalize_images):
-    return model_file.description_of(net) | {"normalize_images": normalize_images}
+    description = model_file.description_of(net) | {"normalize_images": normalize_images}
+    normalization = net.normalization or Normalization()
+    if not normalize_images and normalization.is_known:
+        arrays = normalization.arrays()
+        description["scaling"] = {name: array.tolist() for name, array in arrays.items()}
+    return description
+
+
+def stored_normalization(model: Model, scaling: Scaling | None) -> Normalization | None:
+    """Return the normalization that `save_onnx` stored, or None for other files.
+
+    `scaling` is the normalization at the beginning of the graph, or None if there is none.
+    """
+    if model.producer != PRODUCER:
+        return None
+    if scaling is not None:
+        pixels = normalize.no_normalization(model.image_shape[0])
+        return replace(scaling.after(pixels), name="zscore", reason=normalize.DESCRIBED)
+    try:
+        attributes = json.loads(model.description[KEY])
+        texts = {"normalization": json.dumps(attributes["scaling"])}
+        return input_pixels.described(texts, attributes["normalization"], model.image_shape)
+    except UNDESCRIBED:
+        return None
 
 
 # Exceptions that damaged descriptions and changed arrays cause.
@@ -263,7 +295,8 @@ def _float32(array):
 def restored(model: Model) -> Network | None:
     """Return the network of a file that `save_onnx` wrote, or None for any other file.
 
-    The graph in the file must equal the graph that `save_onnx` writes for the described layers.
+    If the file does not describe the normalization, `net.normalization` is None. The graph in the
+    file must equal the graph that `save_onnx` writes for the described layers.
     """
     try:
         attributes = json.loads(model.description[KEY])
@@ -277,6 +310,8 @@ def restored(model: Model) -> Network | None:
         if not is_normalized:
             description["normalization"] = "none"
         net = model_file.network_of(description, scaling)
+        if not is_normalized:
+            net.normalization = stored_normalization(model, None)
         if net.input_shape != model.image_shape:
             return None
         shapes = {k: v.shape for k, v in _broadcastable(net, net.parameters).items()}

@@ -62,6 +62,8 @@ class Model(NamedTuple):
         Version of ONNX's operators.
     description : dict
         Metadata of the file, {key: text}.
+    producer : str
+        Name of the program that wrote the file, as the file states it.
     limit : int
         Maximum total number of elements of all constants that `compute_constant` may compute.
     computed : list of int
@@ -78,6 +80,7 @@ class Model(NamedTuple):
     shapes: dict[str, str]
     opset: int
     description: dict[str, str]
+    producer: str
     limit: int
     computed: list[int]
 
@@ -138,6 +141,7 @@ def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = Non
     stored = os.path.getsize(path) + sum(array.nbytes for array in constants.values())
     return Model(
         *(nodes, constants, images, shape, order, batch, output, shapes, opset, description),
+        producer=proto.producer_name,
         limit=min(MIN_ELEMENTS + ELEMENTS_PER_BYTE * stored, MAX_ELEMENTS),
         computed=[],
     )

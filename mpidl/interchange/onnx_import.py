@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.data.transforms.normalize import Normalization, no_normalization
 from mpidl.errors import UserError
+from mpidl.interchange import input_pixels, onnx_export, onnx_file, onnx_patterns
 from mpidl.interchange import onnx_elementwise as onnx_elementwise
-from mpidl.interchange import onnx_export, onnx_file, onnx_patterns
 from mpidl.interchange import onnx_operators as onnx_operators
 from mpidl.interchange import onnx_shapes as onnx_shapes
+from mpidl.interchange.input_pixels import Choice
 from mpidl.interchange.onnx_builder import (
     MAX_VALUES,
     OPERATORS,
@@ -36,13 +36,15 @@ def load_onnx(
     path: str | os.PathLike[str],
     input_shape: tuple[int, int, int] | None = None,
     graph_alone: bool = False,
+    normalization: Choice = None,
 ) -> Network:
     """Create a network with its weights from an ONNX file.
 
     For a file that `save_onnx` wrote, the result is the saved network with its normalization and
     class names. For other files, initial subtractions and divisions of the images by constants
-    become `net.normalization`. If a file has no such operations, the network does not normalize
-    images.
+    become `net.normalization`. If a file has no such operations, and its names do not identify a
+    published network, the caller must choose the normalization: without it, every use of the
+    network for images raises a UserError that lists the choices.
 
     Parameters
     ----------
@@ -54,6 +56,11 @@ def load_onnx(
         Shape of an image. Required if the file does not fix it.
     graph_alone : bool
         Whether to ignore the description of the network that `save_onnx` adds to a file.
+    normalization : str or Normalization, optional
+        How to normalize images for the network: "none", "rescale-zero-one", "rescale-symmetric",
+        "imagenet", "caffe", MEAN/STD of pixels from 0 to 1 such as "0.1307/0.3081", or an object.
+        It replaces the normalization that `save_onnx` stored. If the graph of another library
+        begins with a normalization, the choice applies before it.
 
     Returns
     -------
@@ -64,13 +71,24 @@ def load_onnx(
     Raises
     ------
     UserError
-        If the file is unreadable or damaged, or if it has nodes that mpidl has no layers for. The
-        message lists all unsupported nodes.
+        If the file is unreadable or damaged, if it has nodes that mpidl has no layers for, or if
+        the normalization is invalid. The message lists all unsupported nodes.
     """
     model = onnx_file.read(path, input_shape)
-    net = None if graph_alone else onnx_export.restored(model)
-    if net is not None and max(map(math.prod, net.output_shapes)) <= MAX_VALUES:
-        return net
+    nodes, arrays = [node.name for node in model.nodes], dict(model.constants)
+    net, scaling = None if graph_alone else onnx_export.restored(model), None
+    stored = None if net is None else net.normalization
+    if net is None or max(map(math.prod, net.output_shapes)) > MAX_VALUES:
+        net, scaling = _network(model, path)
+        stored = onnx_export.stored_normalization(model, scaling)
+    net.normalization = input_pixels.of_file(
+        path, net, arrays, choice=normalization, stored=stored, scaling=scaling, nodes=nodes
+    )
+    return net
+
+
+def _network(model, path):
+    """Return the network of a graph, and the Scaling with which the graph begins or None."""
     builder, output = _build(model, path)
     if not builder.layers or output.layer != builder.layers[-1].name:
         raise UserError(f"{printable(path)}: expected a network whose last node is its output")
@@ -80,14 +98,7 @@ def load_onnx(
         raise UserError(f"{printable(path)}: its network cannot be built: {error}") from None
     net.parameters = {name: builder.arrays[name] for name in net.parameters}
     net.state = {name: builder.arrays[name] for name in net.state}
-    net.normalization = no_normalization(model.image_shape[0])
-    if builder.scaling is not None:
-        arrays = np.broadcast_arrays(*builder.scaling, np.zeros((model.image_shape[0], 1, 1)))
-        centre, divisor = (np.array(v, np.float32) for v in arrays[:2])
-        if centre.shape[1:] == (1, 1):
-            centre, divisor = centre.ravel(), divisor.ravel()
-        net.normalization = Normalization("zscore", centre, divisor)
-    return net
+    return net, input_pixels.scaling_of(builder.scaling, model.image_shape[0])
 
 
 def _build(model, path):

@@ -17,12 +17,16 @@ import numpy as np
 
 from mpidl.errors import UserError
 from mpidl.files import unreadable, write_whole
-from mpidl.interchange import weight_names
+from mpidl.interchange import input_pixels, weight_names
+from mpidl.interchange.input_pixels import Choice
 from mpidl.interchange.weight_names import LIBRARIES, Names
 from mpidl.nn import Network
 from mpidl.text import NAMES_IN_A_LINE, name_list, pip_install, printable
 from mpidl.training.files import model_file
 
+# Exceptions that a damaged description causes.
+DAMAGES = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError)
+DAMAGES += (TypeError, ValueError, UserError)
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
 TO_SAFETENSORS = (
     'python -c "import sys, torch; from safetensors.torch import save_file; save_file({{k: '
@@ -42,12 +46,22 @@ def library(name: str, path: str | os.PathLike[str], extra: str) -> Any:
         ) from None
 
 
-def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpidl") -> Network:
+def load_weights(
+    net: Network,
+    path: str | os.PathLike[str],
+    names: Names = "mpidl",
+    normalization: Choice = None,
+) -> Network:
     """Load the learnables and the state of a network from a file.
 
     The file must contain exactly one array for each array of the learnables and the state. Arrays
     of any float type are converted to float32. The weight of a fully connected layer may also have
     the shape (K, C, H, W) of a convolution.
+
+    If the network has no normalization, it gets the normalization that the weights expect: the
+    caller's choice, the one that mpidl stored in the file, or the published one if the names
+    identify a published network. Otherwise, every use of the network for images raises a UserError
+    that lists the choices.
 
     Parameters
     ----------
@@ -59,6 +73,8 @@ def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpi
         The library that named the arrays ("mpidl", "torchvision", "timm" or "transformers"), a dict
         {name in the file: name in the network}, or a function that maps names in the file to names
         in the network. The function returns None for arrays to skip.
+    normalization : str or Normalization, optional
+        How to normalize images for these weights, as in `load_onnx`.
 
     Returns
     -------
@@ -75,7 +91,35 @@ def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpi
     """
     if net.on_device:
         raise TypeError("load_weights expects a network in host memory: net.to(None)")
-    return assign(net, read(path)[0], names, path)
+    arrays, metadata = read(path)
+    assign(net, arrays, names, path)
+    if normalization is not None or net.normalization is None or not net.normalization.is_known:
+        set_normalization(net, path, arrays, metadata, normalization)
+    return net
+
+
+def set_normalization(
+    net: Network,
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str],
+    choice: Choice = None,
+) -> None:
+    """Set the normalization of a network to that of the file with its weights."""
+    stored = None
+    if is_described(metadata):
+        try:
+            description = model_file.described(json.loads(metadata["description"]))
+            name = description["normalization"]
+            stored = input_pixels.described(metadata, name, net.input_shape)
+        except DAMAGES as error:
+            raise UserError(f"{printable(path)}: its description is damaged: {error}") from None
+    net.normalization = input_pixels.of_file(path, net, arrays, choice=choice, stored=stored)
+
+
+def is_described(metadata: Mapping[str, str]) -> bool:
+    """Return whether the metadata of a file describe its network, as those of mpidl do."""
+    return metadata.get("format") == "mpidl" and "description" in metadata
 
 
 def assign(

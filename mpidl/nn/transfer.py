@@ -52,11 +52,14 @@ def transfer(
     ------
     UserError
         If the last layer cannot be replaced, if `freeze_up_to` is not a layer before the last
-        layer, or if another argument is invalid.
+        layer, if the normalization of a network from a file of another library is not known, or
+        if another argument is invalid.
     """
     count, names = _count_and_names(classes)
     if not (check.are_numbers(new_layer_factor) and 0 < new_layer_factor < math.inf):
         raise UserError(f"new_layer_factor: expected a number above 0, found {new_layer_factor!r}")
+    if net.normalization is not None:
+        net.normalization.need_known()
     net, head = net.on(None), last_layer(net)
     layer = copy.copy(head)
     layer.trainable = True

@@ -165,6 +165,8 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     if options.partial_minibatch == "discard":
         need_full_batch(datastore, options.batch_size, options.sampling)
     normalization = net.normalization
+    if normalization is not None:
+        normalization.need_known()
     if normalization is not None and normalization.name != options.normalization:
         raise UserError(
             f"--normalization {options.normalization}: expected {normalization.name}, with "

@@ -51,7 +51,10 @@ def test_weights_of_another_library(tmp_path, capsys):
     )
     words = [str(path), str(tmp_path / "b.h5"), "--network", "squeezenet1_1"]
     sizes = ["--classes", "5", "--input-shape", "3,60,47"]
-    assert convert.main([*words, *sizes, "--names", "torchvision"]) == 0
+    text = refusal(convert.main, [*words, *sizes, "--names", "torchvision"])
+    assert text.startswith(f"{path}: the file does not say how to normalize the images; ")
+    names = ["--names", "torchvision", "--normalization", "imagenet"]
+    assert convert.main([*words, *sizes, *names]) == 0
     capsys.readouterr()
     restored, _ = dl.load_model(tmp_path / "b.h5")
     assert weights_sha256(restored) == weights_sha256(net)

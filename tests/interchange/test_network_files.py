@@ -9,6 +9,7 @@ import safetensors.numpy
 from image_sets import refusal
 
 import mpidl as dl
+from mpidl.data.transforms import normalize
 from mpidl.data.transforms.normalize import Normalization
 from mpidl.interchange import network_files
 from mpidl.nn import zoo
@@ -59,7 +60,7 @@ def test_names_of_libraries_are_detected(tmp_path):
         safetensors.numpy.save_file(arrays, path)
         net = loaded(path, (3, 60, 47), 1000, squeezenet)
         assert dl.weights_sha256(net) == dl.weights_sha256(old) and net.output_shape == (5,)
-        assert net.normalization is None and net.classes is None
+        assert net.normalization.name == "unknown" and net.classes is None
     text = refusal(loaded, path, SHAPE)
     assert text.startswith(f"{path}: the file lacks conv1.weight, ")
     text = refusal(network_files.load, path)
@@ -140,10 +141,11 @@ def test_files_that_are_no_weights(tmp_path):
     assert refusal(loaded, tmp_path / "a.h5").endswith("not a model file: it is missing")
 
 
-def test_the_numbers_of_torchvisions_normalization():
+@pytest.mark.parametrize("name", ["imagenet", "0.485,0.456,0.406/0.229,0.224,0.225"])
+def test_the_numbers_of_imagenets_normalization(name):
     """The numbers must equal torchvision's means and standard deviations for pixels in 0..1."""
     images = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 5)).astype(np.uint8)
     mean, deviation = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
     expected = (images / 255 - mean[:, None, None]) / deviation[:, None, None]
-    values = network_files.torchvision_normalization()(images)
+    values = normalize.fixed(name, 3)(images)
     np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)

@@ -169,7 +169,7 @@ def test_scores_are_those_of_onnxruntime(tmp_path, case):
     nodes, constants = CASES[case]
     images = array("images", 19, *SHAPE, low=-2, high=2)
     path = saved(tmp_path / "a.onnx", nodes, constants, SHAPE)
-    net = dl.load_onnx(path)
+    net = dl.load_onnx(path, normalization="none")
     assert difference(net, path, images) <= 1e-5
     restored = dl.Network.from_spec(net.spec(), net.input_shape)
     assert list(restored.parameters) == list(net.parameters)
@@ -183,7 +183,7 @@ def test_biases_become_part_of_layers_and_names_are_those_of_nodes(tmp_path):
         helper.make_node("Relu", ["r"], ["y"], "images"),
     ]
     constants = {"w": WEIGHT, "b": array("b", 6, 1, 1)}
-    net = dl.load_onnx(saved(tmp_path / "a.onnx", nodes, constants, SHAPE))
+    net = dl.load_onnx(saved(tmp_path / "a.onnx", nodes, constants, SHAPE), normalization="none")
     assert net.layer_names == ["features_0_Conv", "images_2", "images_3"]
     assert np.array_equal(net.parameters["features_0_Conv.weight"], WEIGHT)
     assert np.array_equal(net.parameters["features_0_Conv.bias"], constants["b"].ravel())
@@ -192,7 +192,7 @@ def test_biases_become_part_of_layers_and_names_are_those_of_nodes(tmp_path):
 def test_a_value_that_others_read_keeps_its_bias_apart(tmp_path):
     nodes = [*CONV, node("Add", "h b", "a"), node("Mul", "a b", "c"), node("Add", "c h", "y")]
     constants = {"w": WEIGHT, "b": array("b", 6, 1, 1)}
-    net = dl.load_onnx(saved(tmp_path / "a.onnx", nodes, constants, SHAPE))
+    net = dl.load_onnx(saved(tmp_path / "a.onnx", nodes, constants, SHAPE), normalization="none")
     assert [type(layer).__name__ for layer in net.layers] == [
         "Conv2D",
         "BatchNorm",
@@ -222,7 +222,7 @@ def test_opsets(tmp_path, opset):
     if opset >= 12:
         constants["ratio"] = np.float32(0.25)
     path = saved(tmp_path / "a.onnx", nodes, constants, SHAPE, opset=opset)
-    net = dl.load_onnx(path)
+    net = dl.load_onnx(path, normalization="none")
     assert difference(net, path, array("images", 5, *SHAPE)) <= 1e-5
     assert [layer.probability for layer in net.layers if isinstance(layer, dl.Dropout)] == [0.25]
 
@@ -245,7 +245,7 @@ def test_an_imported_network_trains_and_fuses_on_any_ranks(world, tmp_path):
         "c": PER_CHANNEL,
         **NORM,
     }
-    net = dl.load_onnx(saved(tmp_path / "a.onnx", nodes, constants, SHAPE))
+    net = dl.load_onnx(saved(tmp_path / "a.onnx", nodes, constants, SHAPE), normalization="none")
     assert len(net.stored_layers()) == len(net.layers) - 2  # the first three layers are one op
     images, labels = array("images", 37, *SHAPE), np.arange(37) % 3
 
@@ -357,14 +357,20 @@ def test_values_with_two_names(tmp_path, case):
     constants = {"w": WEIGHT, "b": array("b", 6, 1, 1), "c": PER_CHANNEL}
     constants |= {"v": array("v", 168, 5), "d": array("d", 5)}
     path = saved(tmp_path / "a.onnx", ALIASES[case], constants, SHAPE)
-    assert difference(dl.load_onnx(path), path, array("images", 5, *SHAPE)) <= 1e-5
+    assert (
+        difference(dl.load_onnx(path, normalization="none"), path, array("images", 5, *SHAPE))
+        <= 1e-5
+    )
 
 
 def test_a_file_for_one_image(tmp_path):
     nodes = [node("Reshape", "x s", "f"), node("MatMul", "f w", "y")]
     constants = {"s": np.array([1, 168]), "w": array("w", 168, 4)}
     path = saved(tmp_path / "a.onnx", nodes, constants, SHAPE, sizes=(1,))
-    assert difference(dl.load_onnx(path), path, array("images", 1, *SHAPE)) <= 1e-5
+    assert (
+        difference(dl.load_onnx(path, normalization="none"), path, array("images", 1, *SHAPE))
+        <= 1e-5
+    )
 
 
 def test_many_nodes_take_no_quadratic_time(tmp_path):
@@ -387,7 +393,7 @@ def test_a_network_that_pytorch_exports(tmp_path, dynamo):
     if dynamo:
         axes = {"dynamic_shapes": ({0: torch.export.Dim("N")},)}
     torch.onnx.export(oracle, (images,), str(path), dynamo=dynamo, **axes)
-    net = dl.load_onnx(path)
+    net = dl.load_onnx(path, normalization="none")
     with torch.no_grad():
         expected = oracle(images).numpy()
     assert abs(scores(net, images.numpy()) - expected).max() <= 1e-5 * abs(expected).max()

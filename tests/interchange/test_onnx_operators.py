@@ -203,7 +203,10 @@ def read_constants(nodes):
 def test_scores_are_those_of_onnxruntime(tmp_path, case):
     nodes, layers = CASES[case]
     path = saved(tmp_path / "a.onnx", nodes, read_constants(nodes), SHAPE)
-    net, images = dl.load_onnx(path), array("images", 19, *SHAPE, low=-4, high=4)
+    net, images = (
+        dl.load_onnx(path, normalization="none"),
+        array("images", 19, *SHAPE, low=-4, high=4),
+    )
     expected, actual = session_scores(path, images), scores(net, images)
     expected = np.exp(expected) if case == "LogSoftmax" else expected
     assert actual.shape == expected.shape
@@ -222,7 +225,7 @@ def test_attributes_of_old_opsets(tmp_path, opset):
         node("Clip", "d", "y"),
     ]
     path = saved(tmp_path / "a.onnx", nodes, {}, SHAPE, opset=opset)
-    net = dl.load_onnx(path)
+    net = dl.load_onnx(path, normalization="none")
     assert [type(layer).__name__ for layer in net.layers] == ["Pad2D", "Clip", "Clip"]
     assert difference(net, path, array("images", 5, *SHAPE, low=-2, high=2)) <= 1e-6
 
@@ -246,7 +249,10 @@ def test_images_that_the_graph_transposes_first(tmp_path):
     constants |= {"border": np.array([0, 1, 0, 0, 0, 1, 2, 0]), "to": np.array([-1, 7 * 6 * 6])}
     constants["v"] = array("v", 7 * 6 * 6, 3)
     path = channels_last(nodes, constants, tmp_path / "a.onnx")
-    net, images = dl.load_onnx(path), array("images", 19, *SHAPE, low=-2, high=2)
+    net, images = (
+        dl.load_onnx(path, normalization="none"),
+        array("images", 19, *SHAPE, low=-2, high=2),
+    )
     assert net.input_shape == SHAPE and net.normalization.centre.shape == (4,)
     names = [type(layer).__name__ for layer in net.layers]
     assert names == ["Conv2D", "Clip", "Flatten", "Dense"]
@@ -266,7 +272,9 @@ def test_transposed_pixels_at_the_end(tmp_path):
     path = saved(tmp_path / "a.onnx", nodes, {"w": WEIGHT}, SHAPE)
     images = array("images", 3, *SHAPE)
     expected = session_scores(path, images).transpose(0, 3, 1, 2)
-    np.testing.assert_allclose(scores(dl.load_onnx(path), images), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        scores(dl.load_onnx(path, normalization="none"), images), expected, atol=1e-5
+    )
 
 
 UNSUPPORTED = {
@@ -397,5 +405,5 @@ def test_modules_that_pytorch_exports(tmp_path):
         torch.onnx.export(
             oracle, (images,), str(path), dynamo=False, opset_version=opset, **dynamic
         )
-        actual = scores(dl.load_onnx(path), images.numpy())
+        actual = scores(dl.load_onnx(path, normalization="none"), images.numpy())
         assert abs(actual - expected).max() <= 1e-5 * abs(expected).max()

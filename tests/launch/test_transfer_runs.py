@@ -6,6 +6,7 @@ import shutil
 
 import jobs
 import numpy as np
+import onnx
 import pytest
 import safetensors.numpy
 import tomllib
@@ -83,7 +84,7 @@ def test_the_files_and_the_output_name_the_weights(pictures, weights, tmp_path):
         "New layer: dense1, 3 outputs instead of 4, learning rate times 5",
         "Frozen: the layers up to batchnorm1",
         "Images: converted: rgb, covering 14x12, centre 14x12",
-        "Normalization: zscore (minus 120, 125, 130, divided by 60, 61, 62), as the weights expect",
+        "Normalization: zscore (minus 120, 125, 130, divided by 60, 61, 62), as the file says",
     ]
     facts = {"path": str(path), "sha256": sha256, "normalization": "weights"}
     assert jobs.summary(out)["weights_file"] == facts
@@ -166,12 +167,50 @@ def test_a_network_of_the_zoo_and_the_options_of_the_user(pictures, tmp_path):
     words = ["--network", "squeezenet1_1", "--weights", path, "--max-iterations", 1]
     words += ["--test-fraction", 0, "--freeze-up-to", "features_12"]
     command = jobs.command("train", *words, network=None, data=pictures, out=tmp_path / "run")
+    line = jobs.refusal(jobs.pool.run(None, *command))
+    assert line.startswith(f"{path}: the file does not say how to normalize the images; ")
+    command += ["--normalization", "imagenet"]
     result = jobs.pool.run(None, *command, "--batch-size", 16, check=0)
     assert "Images: converted: rgb, covering 224x224, centre 224x224" in result.stdout
-    pattern = "zscore (minus 123.675, 116.28, 103.53, divided by 58.395, 57.12, 57.375)"
-    assert f"Normalization: {pattern}, as the weights expect" in result.stdout
+    pattern = "imagenet (minus 123.675, 116.28, 103.53, divided by 58.395, 57.12, 57.375)"
+    assert f"Normalization: {pattern}, as chosen" in result.stdout
     line = jobs.refusal(jobs.pool.run(None, *command, "--colour", "rgb", "--overwrite"))
     assert "expected images of shape (3, 224, 224), found (3, 12, 12) after --colour" in line
+
+
+def test_weights_without_a_normalization_ask_for_it(pictures, weights, tmp_path):
+    """The choice is stored in the run, and a resumed run and a prediction do not ask again."""
+    proto = onnx.load(weights["onnx"])
+    del proto.metadata_props[:]
+    proto.producer_name = "pytorch"
+    for part in proto.graph.node[:2]:  # the normalization
+        proto.graph.node.remove(part)
+    proto.graph.node[0].input[0] = "images"
+    path, out = tmp_path / "foreign.onnx", tmp_path / "run"
+    onnx.save(proto, path)
+    words = ["--weights", path, *WORDS, "--max-iterations", 2]
+    command = jobs.command("train", *words, network=None, data=pictures, out=out)
+    question = f"{path}: the file does not say how to normalize the images; choose it with "
+    question += "--normalization, in Python with dl.load_onnx(path, normalization=...) or "
+    question += "dl.load_weights: none (pixels from 0 to 255), rescale-zero-one "
+    assert jobs.refusal(jobs.pool.run(2, *command)).startswith(question)
+    assert jobs.refused_prediction(path, pictures).startswith(question)
+    assert not out.exists()
+    command += ["--normalization", "0.1,0.2,0.3/0.5"]
+    result = jobs.pool.run(2, *command, check=0)
+    numbers = "minus 25.5, 51, 76.5, divided by 127.5, 127.5, 127.5"
+    line = f"Normalization: 0.1,0.2,0.3/0.5 ({numbers}), as chosen"
+    assert line in jobs.output_lines(result)
+    assert jobs.summary(out)["weights_file"]["normalization"] == "command line"
+    net, _ = dl.load_model(out / "model.h5")
+    assert net.normalization.describe() == f"0.1,0.2,0.3/0.5 ({numbers}), as the file says"
+    assert jobs.predict(out / "model.h5", pictures)[-1].startswith("Accuracy: ")
+    jobs.resume(3, out, "--max-iterations", 4)
+    jobs.pool.run(1, *command, "--overwrite", "--max-iterations", 4, check=0)
+    assert jobs.rehash(out / "model.h5") == jobs.weights_hash(out)
+    statistics = [*command[:-1], "zerocenter", "--overwrite"]  # of the new images
+    jobs.pool.run(2, *statistics, check=0)
+    assert dl.load_model(out / "model.h5")[0].normalization.name == "zerocenter"
 
 
 def test_refused_weights(pictures, weights, tmp_path):

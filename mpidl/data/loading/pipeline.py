@@ -122,7 +122,7 @@ class Pipeline:
                 "dl.data.normalization(name, datastore, world) creates one by name"
             )
         self.normalization = normalization.window(self.image_shape[1:])
-        self.normalization.check(self.image_shape)
+        self.normalization.check(self.image_shape, datastore.dtype)
 
     def _set_mixing(self, mixing):
         """Make `read` mix images and labels, and set the new shape and type of the labels."""

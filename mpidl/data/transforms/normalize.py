@@ -5,8 +5,9 @@ The normalizations have the same names as in MATLAB's image input layer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -19,11 +20,32 @@ from mpidl.errors import UserError
 from mpidl.files import call_together
 
 USUAL = "rescale-zero-one"
-# The first two names never need statistics; "rescale-symmetric" needs them for floats.
+DESCRIBED = "as the file says"
+# The last three names need statistics of a training set; "rescale-symmetric" does for floats.
 Name = Literal[
-    "none", "rescale-zero-one", "rescale-symmetric", "zerocenter", "zerocenter-element", "zscore"
+    "none",
+    "rescale-zero-one",
+    "rescale-symmetric",
+    "imagenet",
+    "caffe",
+    "zerocenter",
+    "zerocenter-element",
+    "zscore",
 ]
 NAMES = get_args(Name)
+FIXED = NAMES[:5]
+_NUMBER = r"([0-9]{1,3}(\.[0-9]{1,9})?|\.[0-9]{1,9})"
+_ROW = rf"{_NUMBER}(,{_NUMBER})*"
+NUMBERS = rf"{_ROW}/{_ROW}"  # pattern of means and deviations of pixels from 0 to 1
+NUMBERS_NAME = "MEAN/STD"
+IMAGENET = "0.485,0.456,0.406/0.229,0.224,0.225"  # of R, G and B
+CAFFE = (123.68, 116.779, 103.939)  # means of R, G and B, for pixels from 0 to 255
+# What a user chooses from if a file does not describe the images of its network.
+CHOICES = (
+    "none (pixels from 0 to 255), rescale-zero-one (from 0 to 1, as torchvision's ToTensor), "
+    "rescale-symmetric (from -1 to 1), imagenet (mean and deviation of ImageNet's images), caffe "
+    "(BGR minus ImageNet's mean) or MEAN/STD of pixels from 0 to 1, such as 0.1307/0.3081"
+)
 CHUNK = 16 << 20  # bytes of images that `statistics` reads at a time
 FLAT = 1e-12  # a channel counts as constant if variance / mean**2 does not exceed this value
 
@@ -40,11 +62,36 @@ class Normalization:
         float32 arrays of equal shape: (C,) with one value per channel, or (C, H, W) with one value
         per pixel. Both are None for "rescale-zero-one", which divides uint8 pixels by 255 and
         leaves floats unchanged.
+    reason : str
+        Why a network of a file has this normalization, for messages.
     """
 
     name: str = USUAL
     centre: np.ndarray | None = None
     divisor: np.ndarray | None = None
+    reason: str = ""
+    is_known = True
+
+    def need_known(self) -> None:
+        """Raise UserError if the normalization is not known."""
+
+    def describe(self) -> str:
+        """Return the name, the numbers per channel and the reason.
+
+        Returns
+        -------
+        str
+            One line.
+        """
+        numbers = ""
+        if self.centre is not None and self.divisor is not None and self.centre.ndim == 1:
+            if self.name == "none" and not self.centre.any() and (self.divisor == 1).all():
+                numbers = " (pixels from 0 to 255)"
+            else:
+                rows = (self.centre, self.divisor)
+                texts = (", ".join(f"{number:g}" for number in row) for row in rows)
+                numbers = " (minus {}, divided by {})".format(*texts)
+        return f"{self.name}{numbers}" + (f", {self.reason}" if self.reason else "")
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return {"centre": ..., "divisor": ...} for storage, or {} if both are None.
@@ -75,30 +122,81 @@ class Normalization:
             return self
         top, left = ((n - m) // 2 for n, m in zip(self.centre.shape[1:], size, strict=True))
         cut = np.s_[:, top : top + size[0], left : left + size[1]]
-        return Normalization(self.name, self.centre[cut].copy(), self.divisor[cut].copy())
+        return replace(self, centre=self.centre[cut].copy(), divisor=self.divisor[cut].copy())
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
         """Normalize uint8 or float images (n, C, H, W), and return them as float32."""
         images = np.asarray(images)
+        self._check_dtype(images.dtype)
         is_uint8, images = images.dtype == np.uint8, images.astype(np.float32)
         if self.centre is None:
             return images / np.float32(255) if is_uint8 else images
         centre, divisor = (v if v.ndim == 3 else v[:, None, None] for v in self.arrays().values())
         return (images - centre) / divisor
 
-    def check(self, shape: Sequence[int]) -> None:
-        """Raise UserError if the statistics do not fit images of `shape` (C, H, W).
+    def _check_dtype(self, dtype):
+        if dtype != np.uint8 and (self.name == "imagenet" or is_numbers(self.name)):
+            raise UserError(
+                f"normalization {self.name}: expected 8-bit images, found {dtype}; normalize them "
+                "in advance, and choose none"
+            )
+
+    def check(self, shape: Sequence[int], dtype: Any = np.uint8) -> None:
+        """Raise UserError if the numbers do not fit images of `shape` (C, H, W).
 
         Parameters
         ----------
         shape : tuple of int
             Shape (C, H, W) of the images.
+        dtype : dtype
+            Type of the images. "imagenet" and MEAN/STD are for 8-bit pixels.
         """
+        self._check_dtype(np.dtype(dtype))
         if self.centre is not None and self.centre.shape not in (tuple(shape), tuple(shape[:1])):
             raise UserError(
                 f"normalization {self.name}: expected statistics for images of shape "
                 f"{tuple(shape)}, got shape {self.centre.shape}"
             )
+
+
+@dataclass(frozen=True, eq=False)
+class Unknown(Normalization):
+    """The normalization of a network whose file does not describe it. Every use raises UserError.
+
+    Attributes
+    ----------
+    reason : str
+        The file, and what is missing in it.
+    """
+
+    name: str = "unknown"
+    is_known = False
+
+    def need_known(self) -> None:
+        """Raise the UserError that lists the choices."""
+        raise UserError(
+            f"{self.reason}; choose it with --normalization, in Python with "
+            f"dl.load_onnx(path, normalization=...) or dl.load_weights: {CHOICES}"
+        )
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Raise UserError."""
+        self.need_known()
+        return {}
+
+    def window(self, size: Sequence[int]) -> Normalization:
+        """Raise UserError."""
+        self.need_known()
+        return self
+
+    def __call__(self, images: np.ndarray) -> np.ndarray:
+        """Raise UserError."""
+        self.need_known()
+        return images
+
+    def check(self, shape: Sequence[int], dtype: Any = np.uint8) -> None:
+        """Raise UserError."""
+        self.need_known()
 
 
 def read(name: str, arrays: dict[str, np.ndarray], channels: int) -> Normalization:
@@ -118,17 +216,65 @@ def read(name: str, arrays: dict[str, np.ndarray], channels: int) -> Normalizati
     ValueError
         If the name is unknown, or the arrays are missing or invalid.
     """
-    if name not in NAMES:
+    if name not in NAMES and not is_numbers(name):
         raise ValueError(f"unknown normalization {name!r}")
-    if name == "none":
-        return no_normalization(channels)
     if not arrays:
-        if name != USUAL:
+        if name not in (USUAL, "none"):
             raise ValueError(f"normalization {name}: the statistics are missing")
-        return Normalization()
+        usual = Normalization() if name == USUAL else no_normalization(channels)
+        return replace(usual, reason=DESCRIBED)
     centre, divisor = (np.asarray(arrays[key], np.float32) for key in ("centre", "divisor"))
     if centre.shape != divisor.shape or not (divisor != 0).all():
         raise ValueError(f"normalization {name}: the statistics are invalid")
+    return Normalization(name, centre, divisor, DESCRIBED)
+
+
+def is_numbers(name: object) -> bool:
+    """Return whether a name consists of numbers: MEAN/STD of pixels from 0 to 1."""
+    return isinstance(name, str) and re.fullmatch(NUMBERS, name) is not None
+
+
+def fixed(name: str, channels: int) -> Normalization:
+    """Return a normalization that does not depend on a training set.
+
+    Parameters
+    ----------
+    name : str
+        "none", "rescale-zero-one", "rescale-symmetric" (for 8-bit pixels), "imagenet", "caffe", or
+        MEAN/STD of pixels from 0 to 1, such as "0.1307/0.3081" or
+        "0.485,0.456,0.406/0.229,0.224,0.225".
+    channels : int
+        Number of channels of the images.
+
+    Raises
+    ------
+    UserError
+        If the name is unknown or depends on a training set, or if the numbers are invalid.
+    """
+    if name == USUAL:
+        return Normalization()
+    if name == "none":
+        return no_normalization(channels)
+    if name == "rescale-symmetric":
+        half = np.full(channels, 127.5, np.float32)
+        return Normalization(name, half, half)
+    rows: list[tuple[float, ...]]
+    if name == "caffe":
+        rows = [CAFFE, (1.0,)]
+    elif name == "imagenet" or is_numbers(name):
+        text = IMAGENET if name == "imagenet" else name
+        rows = [tuple(255 * float(n) for n in row.split(",")) for row in text.split("/")]
+    else:
+        raise UserError(f"normalization: expected {CHOICES}, found {name}")
+    rows = [row * channels if len(row) == 1 else row for row in rows]
+    for row in rows:
+        if len(row) != channels:
+            raise UserError(
+                f"normalization {name}: expected images of {len(row)} channels, found {channels}"
+            )
+    if not all(rows[1]):
+        raise UserError(f"normalization {name}: expected deviations above 0, found 0")
+    centre, divisor = (np.array(row, np.float32) for row in rows)
     return Normalization(name, centre, divisor)
 
 
@@ -146,6 +292,11 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
         - "rescale-zero-one": divide uint8 pixels by 255; leave floats unchanged.
         - "rescale-symmetric": map uint8 pixels to pixel / 127.5 - 1. Map floats linearly so that
           the smallest and largest value of each channel become -1 and 1.
+        - "imagenet": subtract the mean of ImageNet's images and divide by their standard deviation,
+          for 8-bit RGB images.
+        - "caffe": subtract the mean of ImageNet's images from 8-bit RGB images.
+        - MEAN/STD, such as "0.1307/0.3081": divide 8-bit pixels by 255, subtract the mean and
+          divide by the standard deviation, with one number or one per channel.
         - "zerocenter": subtract each channel's mean.
         - "zerocenter-element": subtract the mean image.
         - "zscore": subtract each channel's mean and divide by its standard deviation over all
@@ -166,16 +317,14 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
     UserError
         If the name is unknown, or statistics are needed and the set is empty.
     """
-    if name not in NAMES:
-        raise UserError(f"normalization must be one of {', '.join(NAMES)}, got {name}")
+    if name not in NAMES and not is_numbers(name):
+        raise UserError(
+            f"normalization must be one of {', '.join(NAMES)}, or {NUMBERS_NAME}, got {name}"
+        )
     channels = datastore.image_shape[0]
     ones = np.ones(channels, np.float32)
-    if name == USUAL:
-        return Normalization()
-    if name == "none":
-        return no_normalization(channels)
     if not needs_statistics(name, datastore):
-        return Normalization(name, 127.5 * ones, 127.5 * ones)
+        return fixed(name, channels)
     if not len(datastore):
         raise UserError(f"normalization {name}: expected images, found none")
     stats = statistics(datastore, world)
@@ -200,8 +349,8 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
 
 def needs_statistics(name: str, datastore: Datastore) -> bool:
     """Return whether a normalization requires a pass over the images of a set."""
-    is_fixed = name == "rescale-symmetric" and datastore.dtype == np.uint8
-    return name not in (USUAL, "none") and not is_fixed
+    is_symmetric = name == "rescale-symmetric" and datastore.dtype != np.uint8
+    return is_symmetric or name in ("zerocenter", "zerocenter-element", "zscore")
 
 
 def no_normalization(channels: int) -> Normalization:

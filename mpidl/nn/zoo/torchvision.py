@@ -2,8 +2,8 @@
 
 The name of a layer is the name of torchvision's module with "_" instead of ".". For example,
 "layer1_0_conv1" corresponds to "layer1.0.conv1". `dl.load_weights(..., names="torchvision")` can
-therefore load torchvision's published weights. These weights expect RGB images that are normalized
-with the mean and standard deviation of ImageNet's channels, `CENTRE` and `DIVISOR`.
+therefore load torchvision's published weights. These weights expect RGB images with the
+normalization "imagenet".
 
 For image sizes other than 224x224, torchvision pools the feature map adaptively to a fixed size
 before the fully connected layers. In this module, the fully connected layers read the whole feature
@@ -33,9 +33,6 @@ from mpidl.nn.layers import (
 from mpidl.nn.network import Network
 
 SHAPE = (3, 224, 224)
-# Mean and standard deviation of R, G and B, for pixels from 0 to 255.
-CENTRE = tuple(255 * mean for mean in (0.485, 0.456, 0.406))
-DIVISOR = tuple(255 * deviation for deviation in (0.229, 0.224, 0.225))
 
 
 def _sequential(prefix: str, layers: Iterable[Layer]) -> list[Layer]:

@@ -6,7 +6,7 @@ This module does not import `annotations` from `__future__`, so that help() show
 from collections.abc import Sequence
 from typing import Literal
 
-from mpidl.data.transforms.normalize import Name
+from mpidl.data.transforms.normalize import NAMES, NUMBERS, NUMBERS_NAME, Name
 from mpidl.training.options.option_types import (
     SIZE,
     Rule,
@@ -30,6 +30,13 @@ def _number_range(example: str, *, noun: str = "numbers", optional: bool = False
     )
 
 
+NORMALIZATION = Rule(
+    str,
+    f"{', '.join(NAMES)} or {NUMBERS_NAME} such as 0.1307/0.3081",
+    choices=NAMES,
+    pattern=NUMBERS,
+    metavar=NUMBERS_NAME,
+)
 PROBABILITY = Rule(float, "between 0 and 1", 0, 1)
 AMOUNT = Rule(float, "between 0 and 10", 0, 10)
 MIX = Rule(float, "0, or between 0.05 and 10", 0, 10)
@@ -60,10 +67,13 @@ class ImageOptions:
         resume="fixed",
         matlab="PartialMiniBatch",
     )
-    normalization: Name = choice(
-        "Normalization of pixels: unchanged; divided by 255; scaled to [-1, 1]; minus the mean of "
-        "each channel; minus the mean image; or minus the mean and divided by the standard "
-        "deviation of each channel. Means and deviations are computed over the training set",
+    normalization: Name | str = option(
+        NORMALIZATION,
+        "Normalization of pixels: unchanged; divided by 255; scaled to [-1, 1]; with the mean and "
+        "standard deviation of ImageNet's images; minus the mean of ImageNet's images; minus the "
+        "mean of each channel; minus the mean image; minus the mean and divided by the standard "
+        "deviation of each channel, over the training set; or with MEAN/STD of pixels from 0 to 1, "
+        "such as 0.1307/0.3081. With --weights: the pixels that the weights expect",
         default="rescale-zero-one",
         resume="fixed",
         matlab="imageInputLayer(Normalization)",

@@ -80,9 +80,19 @@ def test_an_unreadable_image_is_an_error_on_all_ranks():
     assert [str(error) for error in errors] == ["image 40 is gone"] * 2
 
 
+def rgb(*numbers):
+    return np.array(numbers).reshape(3, 1, 1)
+
+
 @pytest.mark.parametrize("kind", [np.uint8, np.float32])
-@pytest.mark.parametrize("name", normalize.NAMES)
+@pytest.mark.parametrize("name", [*normalize.NAMES, "0.1,.2,0.3/0.5"])
 def test_normalized_images(name, kind):
+    if kind == np.float32 and name in ("imagenet", "0.1,.2,0.3/0.5"):
+        store = dl.ArrayDatastore(np.zeros((1, 3, 6, 5), kind))
+        text = refusal(dl.data.normalization(name, store), store.images)
+        assert text.startswith(f"normalization {name}: expected 8-bit images, found float32; ")
+        assert refusal(dl.MinibatchQueue, store, 1, normalization=normalize.fixed(name, 3)) == text
+        return
     images = (pixels_of(6, 45, 3, 6, 5) // 2 + 7).astype(kind)
     wide = images.astype(np.float64)
     store = dl.ArrayDatastore(images)
@@ -95,6 +105,9 @@ def test_normalized_images(name, kind):
         "none": wide,
         "rescale-zero-one": wide / 255 if kind == np.uint8 else wide,
         "rescale-symmetric": 2 * (wide - low) / np.subtract(high, low) - 1,
+        "imagenet": (wide / 255 - rgb(0.485, 0.456, 0.406)) / rgb(0.229, 0.224, 0.225),
+        "0.1,.2,0.3/0.5": (wide / 255 - rgb(0.1, 0.2, 0.3)) / 0.5,
+        "caffe": wide - rgb(123.68, 116.779, 103.939),
         "zerocenter": wide - mean,
         "zerocenter-element": wide - wide.mean(axis=0),
         "zscore": (wide - mean) / wide.std(axis=(0, 2, 3), keepdims=True),
