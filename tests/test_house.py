@@ -50,6 +50,7 @@ def test_the_repository_has_few_vague_names():
 # Tests that do not belong to a single module of the package.
 CROSS_CUTTING = {
     "backends/test_conformance.py": "all functions of all backends",
+    "backends/test_loss_formulas.py": "losses and counts of all backends, of NaN too",
     "backends/cpu/test_cpu_winograd.py": "kernels/cpu/winograd*, which no single module calls",
     "data/formats/test_fuzz_data.py": "damaged files of all formats",
     "backends/gpu/test_cupy_names.py": "every name of CuPy that mpidl uses",

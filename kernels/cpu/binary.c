@@ -121,15 +121,17 @@ static void dlogits_tile(void *argument, int64_t tile, float *own) {
 static void correct_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     struct range r = range_of(job, tile);
-    int64_t right = 0;
+    double right = 0;
     for (int64_t element = r.first; element < r.stop; element++) {
         int64_t i = (r.block * job->classes * job->pixels + element) * LANES;
         for (int lane = 0; lane < job->counts[r.block]; lane++) {
             int label = job->labels ? job->labels[i + lane] : job->targets[i + lane] > 0.5f;
-            right += (job->logits[i + lane] > 0) == label;
+            float logit = job->logits[i + lane];
+            if (logit != logit && (label == 0 || label == 1)) right = NAN;
+            right += (logit > 0) == label;
         }
     }
-    job->sums[tile] = (double)right;
+    job->sums[tile] = right;
 }
 
 static struct job job_of(const float *logits, const float *targets, const int32_t *labels,

@@ -45,29 +45,44 @@ static double weight_of(const struct job *job, int64_t class) {
     return job->weights ? job->weights[class] : 1;
 }
 
+/* The weight v of a class in the generalized loss. */
+static double factor_of(const struct job *job, int64_t class, double labelled, double smallest) {
+    double pixels = labelled > 0 ? labelled : smallest;
+    return weight_of(job, class) / (pixels * pixels);
+}
+
+/* The smallest class of an image that has pixels, in pixels, or 1 if all classes are empty. */
+static double smallest_class(const struct job *job, const double *sums) {
+    double smallest = 0;
+    for (int64_t c = 0; c < job->classes; c++) {
+        double labelled = sums[(c * 3 + 2) * LANES];
+        if (labelled > 0 && (smallest == 0 || labelled < smallest)) smallest = labelled;
+    }
+    return smallest > 0 ? smallest : 1;
+}
+
 /* Compute the loss and the slopes of one image of a block. The sums of adjacent classes are 3 * 16
  * elements apart. */
 static double loss_of(const struct job *job, const double *sums, double *slopes,
                       double all_weights) {
     double loss = 0, overlap = 0, size = 0;
+    double smallest = job->generalized ? smallest_class(job, sums) : 1;
     for (int64_t c = 0; job->generalized && c < job->classes; c++) {
         const double *own = sums + c * 3 * LANES;
-        double labelled = own[2 * LANES], least_one = labelled > 1 ? labelled : 1;
-        double factor = weight_of(job, c) / all_weights / (least_one * least_one);
+        double labelled = own[2 * LANES], factor = factor_of(job, c, labelled, smallest);
         overlap += factor * own[0];
         size += factor * (own[LANES] + labelled);
     }
     for (int64_t c = 0; c < job->classes; c++) {
         const double *own = sums + c * 3 * LANES;
-        double labelled = own[2 * LANES], least_one = labelled > 1 ? labelled : 1;
-        double factor = weight_of(job, c) / all_weights;
+        double labelled = own[2 * LANES], factor = weight_of(job, c) / all_weights;
         if (job->generalized)
-            factor /= least_one * least_one;
+            factor = factor_of(job, c, labelled, smallest);
         else
             overlap = own[0], size = own[LANES] + labelled;
-        double smoothed = size + job->smooth, inverse = smoothed > 0 ? 1 / smoothed : 0;
+        double smoothed = size + job->smooth, inverse = smoothed == 0 ? 0 : 1 / smoothed;
         double similarity = (2 * overlap + job->smooth) * inverse;
-        double missing = inverse > 0 ? 1 - similarity : 0;
+        double missing = smoothed == 0 ? 0 : 1 - similarity; /* NaN stays NaN */
         loss = job->generalized ? missing : loss + factor * missing;
         slopes[c * LANES] = -2 * factor * inverse;
         slopes[(job->classes + c) * LANES] = 2 * factor * similarity * inverse;

@@ -208,10 +208,10 @@ static void weight_tile(void *argument, int64_t block, float *own) {
 }
 
 /* For the logits of one pixel, find the prediction for each image: the class with the largest
- * logit. Ties go to the first class, and NaN is larger than all numbers. */
-static void predictions(const float *x, int64_t classes, int64_t step, int32_t *class) {
-    float largest[LANES];
-    memcpy(largest, x, sizeof largest);
+ * logit. Ties go to the first class. `largest` is this logit, or NaN if any logit is NaN. */
+static void predictions(const float *x, int64_t classes, int64_t step, int32_t *class,
+                        float *largest) {
+    memcpy(largest, x, LANES * sizeof(float));
     EACH_LANE_OF_ALL class[lane] = 0;
     for (int64_t c = 1; c < classes; c++)
         EACH_LANE_OF_ALL {
@@ -223,7 +223,8 @@ static void predictions(const float *x, int64_t classes, int64_t step, int32_t *
         }
 }
 
-/* Add up the target probabilities of the predictions, or count correct predictions of labels. */
+/* Add up the target probabilities of the predictions, or count correct predictions of labels. The
+ * sum is NaN if the logits of an image or pixel that is not ignored include NaN. */
 static void correct_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     struct strip s = strip_of(job, tile);
@@ -232,10 +233,16 @@ static void correct_tile(void *argument, int64_t tile, float *own) {
     double right = 0;
     for (int64_t i = 0; i < step; i += LANES) {
         int32_t class[LANES];
-        predictions(x + i, job->classes, step, class);
-        for (int lane = 0; lane < job->counts[s.block]; lane++)
-            right += job->targets ? job->targets[s.at + class[lane] * s.far + i + lane]
-                                  : class[lane] == job->labels[s.labels + i + lane];
+        float largest[LANES];
+        predictions(x + i, job->classes, step, class, largest);
+        for (int lane = 0; lane < job->counts[s.block]; lane++) {
+            if (job->labels && !is_class(job, job->labels[s.labels + i + lane])) continue;
+            if (largest[lane] != largest[lane])
+                right = NAN;
+            else
+                right += job->targets ? job->targets[s.at + class[lane] * s.far + i + lane]
+                                      : class[lane] == job->labels[s.labels + i + lane];
+        }
     }
     job->sums[tile] = right;
 }

@@ -44,6 +44,14 @@ extern "C" __global__ void __launch_bounds__(256)
     if (threadIdx.x < 3) sums[(long long)blockIdx.x * 3 + threadIdx.x] = of_threads[threadIdx.x][0];
 }
 
+// Returns the weight v of a class in the generalized loss. smallest: the size of the smallest class
+// of the image that has pixels, or 1 if all classes are empty.
+__device__ __forceinline__ double factor_of(const double* weights, int class_number,
+                                            double labelled, double smallest) {
+    const double pixels = labelled > 0.0 ? labelled : smallest;
+    return (weights ? weights[class_number] : 1.0) / (pixels * pixels);
+}
+
 // losses (images): the loss of each image, or 0 for unused images. slopes (images, classes, 2): the
 // derivative with respect to a pixel's p is p times slope 1, plus slope 0 if the pixel has the
 // class.
@@ -57,23 +65,28 @@ extern "C" __global__ void __launch_bounds__(256)
     EACH_INDEX(image, images) {
         const double* own = sums + (long long)image * classes * 3;
         double* slope = slopes + (long long)image * classes * 2;
-        double overlap = 0.0, size = 0.0, loss = 0.0;
+        double overlap = 0.0, size = 0.0, loss = 0.0, smallest = 0.0;
         for (int c = 0; generalized && c < classes; c++) {
-            const double labelled = own[3 * c + 2], most = labelled > 1.0 ? labelled : 1.0;
-            const double factor = (weights ? weights[c] : 1.0) / all_weights / (most * most);
+            const double labelled = own[3 * c + 2];
+            if (labelled > 0.0 && (smallest == 0.0 || labelled < smallest)) smallest = labelled;
+        }
+        if (smallest == 0.0) smallest = 1.0;
+        for (int c = 0; generalized && c < classes; c++) {
+            const double labelled = own[3 * c + 2];
+            const double factor = factor_of(weights, c, labelled, smallest);
             overlap += factor * own[3 * c];
             size += factor * (own[3 * c + 1] + labelled);
         }
         for (int c = 0; c < classes; c++) {
-            const double labelled = own[3 * c + 2], most = labelled > 1.0 ? labelled : 1.0;
+            const double labelled = own[3 * c + 2];
             double factor = (weights ? weights[c] : 1.0) / all_weights;
             if (generalized)
-                factor /= most * most;
+                factor = factor_of(weights, c, labelled, smallest);
             else
                 overlap = own[3 * c], size = own[3 * c + 1] + labelled;
-            const double inverse = size + smooth > 0.0 ? 1.0 / (size + smooth) : 0.0;
+            const double smoothed = size + smooth, inverse = smoothed == 0.0 ? 0.0 : 1.0 / smoothed;
             const double similarity = (2.0 * overlap + smooth) * inverse;
-            const double missing = inverse > 0.0 ? 1.0 - similarity : 0.0;
+            const double missing = smoothed == 0.0 ? 0.0 : 1.0 - similarity;  // NaN stays NaN
             loss = generalized ? missing : loss + factor * missing;
             slope[2 * c] = -2.0 * factor * inverse;
             slope[2 * c + 1] = 2.0 * factor * similarity * inverse;

@@ -207,7 +207,8 @@ __device__ __forceinline__ int prediction(const float* scores, int classes) {
     return at;
 }
 
-// rows (leaves): for each leaf, the number of rows whose largest logit belongs to the row's label.
+// rows (leaves): for each leaf, the number of rows whose largest logit belongs to the row's label,
+// or NaN if the logits of a row with a label include NaN.
 extern "C" __global__ void __launch_bounds__(512)
     loss_correct(const float* __restrict__ logits, const int* __restrict__ labels,
                  const int* __restrict__ valid, double* __restrict__ rows, int classes, int pixels,
@@ -215,8 +216,12 @@ extern "C" __global__ void __launch_bounds__(512)
     __shared__ double of_warp[ROWS];
     const Range own = leaf(valid, pixels, images, parts, chunk);
     double value = 0.0;
-    for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS)
-        value += prediction(logits + row * classes, classes) == labels[row];
+    for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS) {
+        if (!is_class(labels[row], classes)) continue;
+        const int c = prediction(logits + row * classes, classes);
+        const float largest = logits[row * classes + c];
+        value += largest != largest ? largest : (double)(c == labels[row]);
+    }
     add_warps(of_warp, value, rows);
 }
 
@@ -325,7 +330,8 @@ extern "C" __global__ void __launch_bounds__(512)
     }
 }
 
-// rows (leaves): for each leaf, the sum of the targets of the classes with the largest logits.
+// rows (leaves): for each leaf, the sum of the targets of the classes with the largest logits, or
+// NaN if a logit is NaN.
 extern "C" __global__ void __launch_bounds__(512)
     loss_soft_correct(const float* __restrict__ logits, const float* __restrict__ targets,
                       const int* __restrict__ valid, double* __restrict__ rows, int near, int far,
@@ -335,7 +341,10 @@ extern "C" __global__ void __launch_bounds__(512)
     double value = 0.0;
     for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS) {
         const int c = prediction(logits + row * classes, classes);
-        value += targets[in_target(row * classes + c, classes * pixels, near, far)];
+        const float largest = logits[row * classes + c];
+        value += largest != largest
+                     ? largest
+                     : targets[in_target(row * classes + c, classes * pixels, near, far)];
     }
     add_warps(of_warp, value, rows);
 }
@@ -416,7 +425,8 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // rows (leaves): for each leaf, the number of correct elements: the logit is > 0 and the target is
-// 1, or neither is true. Labels other than 0 and 1 do not count.
+// 1, or neither is true. Labels other than 0 and 1 do not count. The number is NaN if a logit with
+// a target that counts is NaN.
 extern "C" __global__ void __launch_bounds__(256)
     loss_binary_correct(const float* __restrict__ logits, const float* __restrict__ targets,
                         const int* __restrict__ labels, const int* __restrict__ valid,
@@ -427,7 +437,10 @@ extern "C" __global__ void __launch_bounds__(256)
     double value = 0.0;
     for (long long i = own.first + threadIdx.x; i < own.stop; i += blockDim.x) {
         const long long at = in_target(i, elements, near, far);
-        value += (logits[i] > 0.0f) == (labels ? labels[at] : (int)(targets[at] > 0.5f));
+        const int label = labels ? labels[at] : (int)(targets[at] > 0.5f);
+        const float logit = logits[i];
+        if (logit != logit && (label == 0 || label == 1)) value = logit;
+        value += (logit > 0.0f) == label;
     }
     add_warps(of_warp, sum_of_warp(value), rows);
 }

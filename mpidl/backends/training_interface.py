@@ -73,23 +73,26 @@ class DiceRule(NamedTuple):
 
     For class k, let p be the probability of the class at a pixel, and g be 1 if the label of the
     pixel is k, else 0. I[k] is the sum of p g, and U[k] is the sum of p**2 + g, over the image's
-    pixels. With the class weights w divided by their sum, and the smoothing s, the loss is
+    pixels. With the class weights w and the smoothing s, the loss is
 
-        sum_k w[k] (1 - (2 I[k] + s) / (U[k] + s))
+        sum_k w[k] (1 - (2 I[k] + s) / (U[k] + s)) / sum_k w[k]
 
-    If `generalized` is True, let v[k] = w[k] / max(sum of g, 1)**2. The loss is then
+    If `generalized` is True, let v[k] = w[k] / n[k]**2, where n[k] is the number of pixels of the
+    class. The loss is then
 
         1 - (2 sum_k v[k] I[k] + s) / (sum_k v[k] U[k] + s)
 
-    Sums leave out pixels with a label outside 0..K-1. If K is 1, the label 1 stands for the class,
-    and 0 for the background. A denominator of 0 gives a loss of 0.
+    For a class without pixels, n[k] is the smallest n of the image's other classes, or 1 if no
+    class has pixels. Sums leave out pixels with a label outside 0..K-1. If K is 1, the label 1
+    stands for the class, and 0 for the background. A denominator of 0 gives a loss of 0. A p that
+    is NaN, at a pixel that is not left out, gives a loss and slopes of NaN.
 
     Attributes
     ----------
     class_weights : Vector or None
         Weights of the classes, (K,) float64; None if all weights are 1.
     smooth : float
-        The smoothing s, in pixels, at least 0.
+        The smoothing s, at least 0.
     generalized : bool
         Whether the weight of a class is divided by the square of the class's number of pixels.
     """
@@ -141,7 +144,8 @@ class TrainingFunctions(Protocol):
     def correct_count(self, logits: Lanes, labels: Lanes, counts: Array, tree: Tree) -> Partial:
         """Count the images or pixels whose label is the class with the largest logit: () float64.
 
-        If several classes have the largest logit, the first of these classes is the prediction.
+        If several classes have the largest logit, the first of these classes is the prediction. The
+        result is NaN if a logit of an image or pixel is NaN, unless its label is outside 0..K-1.
         """
 
     def soft_cross_entropy(
@@ -166,7 +170,7 @@ class TrainingFunctions(Protocol):
     ) -> Partial:
         """Sum the targets of the predicted classes over images and pixels: () float64.
 
-        `correct_count` defines the prediction.
+        `correct_count` defines the prediction. The result is NaN if a logit is NaN.
         """
 
     def binary_cross_entropy(
@@ -201,7 +205,8 @@ class TrainingFunctions(Protocol):
         """Count the elements with logit > 0 and target 1, or logit <= 0 and target 0: () float64.
 
         A float target above 1/2 counts as 1, and any other float target as 0. Elements with an
-        integer target other than 0 and 1 are not counted.
+        integer target other than 0 and 1 are not counted. The result is NaN if the logit of another
+        element is NaN.
         """
 
     def errors(self, y: Lanes, target: Lanes, power: int, counts: Array, tree: Tree) -> Partial:

@@ -35,12 +35,14 @@ class Dice(LabelLoss):
     ----------
     class_weights : sequence of float, optional
         Weight of each class, (K,), such as 0 for the background. By default, all weights are equal.
-    smooth : float
-        Number of pixels to add to the numerator and the denominator of the similarity.
+    smooth : float, optional
+        Number to add to the numerator and the denominator of the similarity. The default is 1
+        pixel, or 1e-8 if `generalized` is True.
     ignore_label : int, optional
         A label that is left out of the loss and the accuracy, such as 255 for unlabelled pixels.
     generalized : bool
-        Whether a class is weighted by 1 / (number of its pixels)**2.
+        Whether to compute the generalized Dice loss, in which a class is weighted by
+        1 / (number of its pixels)**2.
     cross_entropy : CrossEntropy, optional
         A cross-entropy loss to add, with the same `ignore_label`.
 
@@ -55,7 +57,7 @@ class Dice(LabelLoss):
     """
 
     class_weights: Sequence[float] | None = None
-    smooth: float = 1.0
+    smooth: float | None = None
     ignore_label: int | None = None
     generalized: bool = False
     cross_entropy: CrossEntropy | None = None
@@ -69,7 +71,7 @@ class Dice(LabelLoss):
             object.__setattr__(
                 self, "class_weights", checked_weights("class_weights", self.class_weights)
             )
-        if not 0 <= self.smooth < np.inf:
+        if self.smooth is not None and not 0 <= self.smooth < np.inf:
             raise UserError(f"smooth must be at least 0, found {self.smooth}")
         if self.cross_entropy is not None:
             other = self.cross_entropy.ignore_label

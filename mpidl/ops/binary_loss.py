@@ -152,7 +152,8 @@ def binary_correct_count(
     Returns
     -------
     Partial
-        The count, a float64 scalar.
+        The count, a float64 scalar. The count is NaN if a score is NaN, unless its target is
+        ignored.
     """
     scores: Blocked = value_of(logits)
     lanes = _target_lanes("binary_correct_count", targets, scores, ignore_label)

@@ -17,6 +17,8 @@ from mpidl.ops.label_checks import check_scores, label_lanes
 
 __all__ = ["dice_loss"]
 
+EPSILON = 1e-8  # the default smoothing of the generalized loss, as in MATLAB
+
 
 @op(blocks=True)
 def _dice(
@@ -47,7 +49,7 @@ def dice_loss(
     labels: Blocked,
     *,
     class_weights: Sequence[float] | np.ndarray | None = None,
-    smooth: float = 1.0,
+    smooth: float | None = None,
     ignore_label: int | None = None,
     generalized: bool = False,
 ) -> Partial: ...
@@ -57,7 +59,7 @@ def dice_loss(
     labels: Blocked | Var,
     *,
     class_weights: Sequence[float] | np.ndarray | None = None,
-    smooth: float = 1.0,
+    smooth: float | None = None,
     ignore_label: int | None = None,
     generalized: bool = False,
 ) -> Var: ...
@@ -66,7 +68,7 @@ def dice_loss(
     labels: Any,
     *,
     class_weights: Sequence[float] | np.ndarray | None = None,
-    smooth: float = 1.0,
+    smooth: float | None = None,
     ignore_label: int | None = None,
     generalized: bool = False,
 ) -> Partial | Var:
@@ -88,13 +90,17 @@ def dice_loss(
         Weight of each class in the mean over the classes, (K,), such as 0 for the background. By
         default, all weights are equal.
     smooth
-        The smoothing s in pixels, at least 0. With 0, a class that is absent from an image has the
-        similarity 0.
+        The smoothing s, at least 0. The default is 1 pixel, or 1e-8 if `generalized` is True. With
+        0, a class that is absent from an image has the similarity 0.
     ignore_label
         A label whose pixels are left out of the sums, such as 255 for unlabelled pixels.
     generalized
-        Whether to add up the sums of all classes before the division, with each class weighted by
-        1 / (number of its pixels)**2.
+        Whether to compute the generalized loss. It adds up the sums of all classes before the
+        division: 1 - (2 sum v I + s) / (sum v U + s), where I is the overlap `sum p g` of a class,
+        and U is `sum p**2 + sum g`. The weight v of a class is its class weight divided by the
+        square of the number of its pixels in the image, so a large s, such as 1, hides the other
+        terms. A class without pixels in the image has the weight of the smallest class that has
+        pixels.
 
     Returns
     -------
@@ -111,8 +117,8 @@ def dice_loss(
     The loss is equation 3 of Milletari et al., "V-Net: fully convolutional neural networks for
     volumetric medical image segmentation", 2016, with smoothing and the mean over classes. The
     generalized loss is described in Sudre et al., "Generalised Dice overlap as a deep learning loss
-    function", 2017. As in MATLAB's `generalizedDice`, the denominator contains p**2 instead of p. A
-    class without pixels has the weight of a class with one pixel.
+    function", 2017. As in MATLAB's `generalizedDice`, the denominator contains p**2 instead of p.
+    If a score is NaN or infinite, so that p is NaN, the loss is NaN.
     """
     value: Blocked = value_of(scores)
     check_scores("dice_loss", value)
@@ -125,6 +131,8 @@ def dice_loss(
                 f"dice_loss: class_weights: expected {classes} numbers >= 0, one per class, got "
                 f"{np.array2string(weights, threshold=10)}"
             )
+    if smooth is None:
+        smooth = EPSILON if generalized else 1.0
     if not 0 <= smooth < math.inf:
         raise ValueError(f"dice_loss: smooth must be a number >= 0, got {smooth}")
     if ignore_label is not None and 0 <= ignore_label < max(classes, 2):

@@ -294,7 +294,7 @@ def correct_count(
     Returns
     -------
     Partial
-        The count, a scalar.
+        The count, a scalar. The count is NaN if a score is NaN, unless its label is ignored.
     """
     scores: Blocked = value_of(logits)
     check_scores("correct_count", scores)

@@ -11,8 +11,9 @@ from mpidl.autodiff import tape
 WEIGHTS = [0.0, 1.0, 2.0, 1.0, 1.5, 0.25]
 
 
-def dice_reference(weights=None, smooth=1.0, ignored=None, generalized=False):
-    """Return a function that computes the formula of `DiceRule` with loops."""
+def dice_reference(weights=None, smooth=None, ignored=None, generalized=False):
+    """Return a function that computes the formulas of docs/losses.md with loops."""
+    smooth = (1e-8 if generalized else 1.0) if smooth is None else smooth
 
     def loss(x, labels):
         total = 0.0
@@ -21,15 +22,15 @@ def dice_reference(weights=None, smooth=1.0, ignored=None, generalized=False):
             single = rows.shape[1] == 1
             p = 1 / (1 + np.exp(-rows)) if single else softmax_reference(rows)
             w = np.ones(p.shape[1]) if weights is None else np.array(weights)
-            overlaps, sizes = np.zeros((2, p.shape[1]))
+            overlaps, sizes, pixels = np.zeros((3, p.shape[1]))
             for k in range(p.shape[1]):
                 g = (label == k + single) & counted
                 overlaps[k] = sum(p[g, k])
                 sizes[k] = sum(p[counted, k] ** 2) + sum(g)
-                if generalized:
-                    w[k] = w[k] / max(sum(g), 1) ** 2
+                pixels[k] = sum(g)
             if generalized:
-                w = w / (p.shape[1] if weights is None else sum(weights))
+                pixels[pixels == 0] = min(pixels[pixels > 0], default=1)
+                w = w / pixels**2
                 overlaps, sizes, w = [w @ overlaps], [w @ sizes], [1.0]
             else:
                 w = w / w.sum()
@@ -48,7 +49,7 @@ def of_pixels(shape, classes=6, **rule):
         lanes = y.lanes % classes
         return dl.dice_loss(x, y.like(np.where(lanes == ignored, 255, lanes)), **rule)
 
-    arguments = rule.get("class_weights"), rule.get("smooth", 1.0), ignored
+    arguments = rule.get("class_weights"), rule.get("smooth"), ignored
     reference = dice_reference(*arguments, rule.get("generalized", False))
     labels = ("labels", *shape[1:])
     return Case(op, lambda x, y: reference(x, y % classes), [shape, labels])
@@ -61,9 +62,11 @@ class TestDice(OpChecks):
             (6, 3, 3), class_weights=WEIGHTS, ignore_label=255, smooth=0.5
         ),
         "dice_loss, generalized": of_pixels((6, 3, 3), class_weights=WEIGHTS, generalized=True),
+        "dice_loss, generalized, empty classes": of_pixels((6, 1, 2), generalized=True),
+        "dice_loss, generalized, one output": of_pixels((1, 1, 2), classes=2, generalized=True),
         "dice_loss of one output": of_pixels((1, 3, 4), classes=2, smooth=0.1),
     }
-    variants = ("dice_loss, generalized",)
+    variants = ("dice_loss, generalized", "dice_loss, generalized, one output")
     errors = [
         (lambda x, f, i: dl.dice_loss(i, i), ValueError, r"scores \(N, K\) or"),
         (lambda x, f, i: dl.dice_loss(x, i), ValueError, "expected labels of shape"),
@@ -89,8 +92,8 @@ def test_against_pytorch(world):
     p = torch.softmax(tensor, 1)
     g = functional.one_hot(torch.tensor(labels), 4).movedim(-1, 1)
     overlap, size = (p * g).sum((2, 3)), (p**2 + g).sum((2, 3))
-    weights = 0.25 / g.sum((2, 3)).clamp(min=1).double() ** 2
-    generalized = (2 * (weights * overlap).sum(1) + 1) / ((weights * size).sum(1) + 1)
+    weights = 1 / g.sum((2, 3)).double() ** 2  # each class has pixels
+    generalized = (2 * (weights * overlap).sum(1) + 1e-8) / ((weights * size).sum(1) + 1e-8)
     for name, expected in {
         False: (1 - (2 * overlap + 1) / (size + 1)).mean(),
         True: (1 - generalized).mean(),
@@ -121,3 +124,49 @@ def test_images_without_labels_give_0(world):
     one_class = labels.like(np.ones(labels.lanes.shape, np.int32))
     loss = dl.dice_loss(scores, one_class, smooth=0.0)
     assert world.gplus(loss) == pytest.approx((1 + 1 - 2 * 4.5 / (9 / 4 + 9)) / 2)
+
+
+def generalized_dice(x, labels, epsilon=1e-8):
+    """Return the loss of each image and the gradient of their mean (Sudre et al., 2017)."""
+    g = (labels[:, None] == np.arange(x.shape[1]).reshape(-1, 1, 1)).astype(np.float64)
+    p = np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
+    n = g.sum(axis=(2, 3), keepdims=True)
+    smallest = np.where(n > 0, n, np.inf).min(axis=1, keepdims=True)
+    v = 1 / np.where(n > 0, n, smallest) ** 2
+    numerator = 2 * (v * p * g).sum(axis=(1, 2, 3), keepdims=True) + epsilon
+    denominator = (v * (p**2 + g)).sum(axis=(1, 2, 3), keepdims=True) + epsilon
+    dp = 2 * v * (numerator / denominator * p - g) / denominator / len(x)
+    return 1 - (numerator / denominator).ravel(), p * (dp - (p * dp).sum(axis=1, keepdims=True))
+
+
+def rare_classes(size, classes=5):
+    """Return labels of two images: some classes have few pixels, and the last class has none."""
+    labels = np.zeros((2, size, size), np.int64)
+    labels[:, 0, : size // 2], labels[:, 1, :2], labels[:, 2, 0] = 1, 2, 3
+    labels[1, :, size // 2 :] = 1
+    return labels
+
+
+@pytest.mark.parametrize("size", [4, 64, 256])
+def test_the_generalized_loss_of_rare_classes(world, size):
+    """The loss and its gradient equal the published formula for any size of images and classes."""
+    labels = rare_classes(size)
+    x = numbers("scores", 2, 5, size, size, low=-6, high=6)
+    loss, gradient = generalized_dice(x.astype(np.float32).astype(np.float64), labels)
+    for dtype in (np.float64, np.float32):
+        var = dl.Var(blocked(world, x.astype(np.float32).astype(dtype)), name="x")
+        value = dl.dice_loss(var, blocked(world, labels, batch=var.value.batch), generalized=True)
+        assert world.gplus(value.value) == pytest.approx(loss.mean(), rel=1e-12)
+        (dx,) = tape.backward(value, np.ones(()), fold=world.gplus).values()
+        for actual, expected in zip(all_images(world, dx), gradient, strict=True):
+            assert abs(actual - expected).max() <= 1e-6 * abs(expected).max()
+
+
+def test_the_generalized_loss_tells_right_from_wrong(world):
+    """The loss is near 0 if each pixel is right and near 1 if each is wrong, for large images."""
+    labels = np.zeros((2, 256, 256), np.int64)
+    labels[:, 100:, 100:], labels[1, 0, 0] = 1, 2
+    for shift, expected in (0, 0.0), (1, 1.0):
+        x = 30.0 * (np.arange(4).reshape(-1, 1, 1) == (labels[:, None] + shift) % 4)
+        loss = dl.dice_loss(*blocked(world, x.astype(np.float32), labels), generalized=True)
+        assert world.gplus(loss) == pytest.approx(expected, abs=1e-3)

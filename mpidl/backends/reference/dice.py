@@ -10,20 +10,22 @@ def dice(p, labels, counts, tree, rule=PLAIN_DICE):
     blocks, classes, images = len(p), p.shape[1], p.shape[-1]
     losses, slopes = np.empty((blocks, images)), np.empty((blocks, 2, classes, images))
     weights = np.ones(classes) if rule.class_weights is None else rule.class_weights
-    weights = (weights / weights.sum())[:, None]
+    weights = (weights if rule.generalized else weights / weights.sum())[:, None]
     for b, (block, label) in enumerate(zip(p, labels, strict=True)):
         is_class, valid = _indicators(label, classes)
+        block = np.where(valid, block, 0)
         pixels = tuple(range(1, block.ndim - 1))
         overlap = (block * is_class).sum(axis=pixels)
-        size = (block * block * valid).sum(axis=pixels) + is_class.sum(axis=pixels)
+        size = (block * block).sum(axis=pixels) + is_class.sum(axis=pixels)
         if rule.generalized:
-            factors = weights / np.maximum(is_class.sum(axis=pixels), 1) ** 2
+            factors = weights / _class_sizes(is_class.sum(axis=pixels)) ** 2
             overlap, size = (factors * overlap).sum(axis=0), (factors * size).sum(axis=0)
         else:
             factors = weights
-        inverse = _inverse(size + rule.smooth)
+        smoothed = size + rule.smooth
+        inverse = np.divide(1, smoothed, out=np.zeros_like(smoothed), where=smoothed != 0)
         similarity = (2 * overlap + rule.smooth) * inverse
-        loss = np.where(inverse > 0, 1 - similarity, 0)
+        loss = np.where(smoothed == 0, 0, 1 - similarity)  # NaN stays NaN
         losses[b] = loss if rule.generalized else (weights * loss).sum(axis=0)
         slopes[b, 0] = -2 * factors * inverse
         slopes[b, 1] = 2 * factors * similarity * inverse
@@ -35,7 +37,7 @@ def dice_dp(p, labels, slopes, scale, counts):
     for block, label, slope, out, images in zip(p, labels, slopes, d, counts, strict=True):
         is_class, valid = _indicators(label, len(block))
         of_class, of_p = slope.reshape(2, len(block), *(1,) * (label.ndim - 1), -1)
-        out[...] = (of_class * is_class + of_p * block * valid) * scale
+        out[...] = np.where(valid, (of_class * is_class + of_p * block) * scale, 0)
         out[..., images:] = 0
     return d
 
@@ -47,5 +49,9 @@ def _indicators(label, classes):
     return label == numbers, (label >= 0) & (label < max(classes, 2))
 
 
-def _inverse(size):
-    return np.divide(1, size, out=np.zeros_like(size), where=size > 0)
+def _class_sizes(counts):
+    """Replace counts (K, 16) of 0 by the smallest other count of the image, or 1 without any."""
+    largest = np.iinfo(counts.dtype).max
+    smallest = np.where(counts > 0, counts, largest).min(axis=0)
+    smallest = np.where(smallest < largest, smallest, 1)
+    return np.where(counts > 0, counts, smallest).astype(np.float64)

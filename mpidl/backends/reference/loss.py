@@ -87,7 +87,10 @@ def _focal_slope(p, gamma):
 def correct_count(logits, labels, counts, tree):
     right = np.empty((len(labels), labels.shape[-1]), np.float64)
     for block, label, out in zip(logits, labels, right, strict=True):
-        out[...] = _of_images(block.argmax(axis=0) == label)
+        valid = (label >= 0) & (label < len(block))
+        is_right = (block.argmax(axis=0) == label).astype(np.float64)
+        is_right[valid & np.isnan(block).any(axis=0)] = np.nan
+        out[...] = _of_images(is_right)
     return image_sums(right, counts, tree)
 
 
@@ -115,7 +118,8 @@ def soft_correct_count(logits, targets, counts, tree):
     right = np.empty((len(logits), logits.shape[-1]), np.float64)
     for block, target, out in zip(logits, targets, right, strict=True):
         predicted = block.argmax(axis=0)[None]
-        out[...] = _of_images(np.take_along_axis(target, predicted, axis=0).astype(np.float64))
+        chance = np.take_along_axis(target, predicted, axis=0).astype(np.float64)
+        out[...] = _of_images(np.where(np.isnan(block).any(axis=0), np.nan, chance))
     return image_sums(right, counts, tree)
 
 
@@ -167,7 +171,9 @@ def binary_correct_count(logits, targets, counts, tree):
     right = np.empty((len(logits), logits.shape[-1]), np.float64)
     for block, target, out in zip(logits, targets, right, strict=True):
         label = target if target.dtype.kind in "iu" else target > 0.5
-        out[...] = _of_images((block > 0) == label)
+        is_right = ((block > 0) == label).astype(np.float64)
+        is_right[np.isnan(block) & ((label == 0) | (label == 1))] = np.nan
+        out[...] = _of_images(is_right)
     return image_sums(right, counts, tree)
 
 
