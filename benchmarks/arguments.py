@@ -40,6 +40,7 @@ BENCHMARKS = {
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over rounds")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
+BF16_VARIANTS = ["channels_last+bf16", "compile+channels_last+bf16"]  # autocast to bfloat16
 KINDS = ["jpeg", "png", "packed", "arrays"]
 FASHION = "/usr/share/datasets/fashion-mnist"  # Debian: dataset-fashion-mnist
 SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # declared as training options
@@ -339,10 +340,10 @@ def _add_transfer(parser, command):
 def _add_compare(parser):
     text = "ranks of mpidl, and processes of DistributedDataParallel over gloo"
     _add_counts(parser, ("ranks", 1, text))
-    text = f"ways to run PyTorch; the fastest one is compared ({','.join(VARIANTS)})"
-    parser.text(
-        "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
-    )
+    variants = _names("--variants", [*VARIANTS, *BF16_VARIANTS])
+    text = f"ways to run PyTorch; the fastest one is compared ({','.join(VARIANTS)}), and the "
+    text += f"fastest one in bfloat16 separately ({','.join(BF16_VARIANTS)})"
+    parser.text("--variants", "NAME,...", text, default=VARIANTS, type=variants)
     text = "versions of PyTorch, such as 2.13.0, or paths of Python interpreters with PyTorch; "
     text += "missing versions are installed in build/ (the installed version)"
     parser.text("--torch", "VERSION|PYTHON,...", text, default=[], type=_torch_versions)

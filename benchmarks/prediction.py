@@ -80,8 +80,9 @@ def torch_pass(net: Network, images: np.ndarray, variant: str) -> Callable[[], n
         model = torch.compile(model)
 
     def scores():
-        with torch.inference_mode() if "compile" not in words else torch.no_grad():
-            return model(pixels).numpy()
+        no_gradients = torch.inference_mode() if "compile" not in words else torch.no_grad()
+        with no_gradients, torch_step.autocast(words):
+            return model(pixels).float().numpy()
 
     return scores
 

@@ -121,7 +121,7 @@ def side(
     name : str
         Name of the side.
     variant : str
-        "eager", "channels_last", "compile" or "compile+channels_last".
+        See `torch_step.TorchStep`.
     python : str
         The Python interpreter that has PyTorch.
     options : argparse.Namespace

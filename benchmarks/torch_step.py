@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import importlib.util
+from collections.abc import Collection
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class TorchStep:
     images, labels : np.ndarray
         Images and labels of the mini-batch.
     variant : str
-        "eager", "channels_last", "compile" or "graph", or several of these joined by "+".
+        "eager", "channels_last", "compile", "graph" or "bf16", or several joined by "+".
     device : str
         "cpu" or "cuda".
 
@@ -98,7 +99,7 @@ class TorchStep:
 
     def precision_context(self):
         """Return the context manager in which the loss is computed."""
-        return contextlib.nullcontext()
+        return autocast(self.words, self.device)
 
     def step(self) -> None:
         """Run one step."""
@@ -122,6 +123,15 @@ class TorchStep:
 
         if not (counters["stats"]["unique_graphs"] > 0 and counters["inductor"]):
             raise UserError("torch.compile compiled nothing and ran the layers one by one")
+
+
+def autocast(words: Collection[str], device: str = "cpu") -> contextlib.AbstractContextManager:
+    """Return torch.autocast to bfloat16 if a variant contains "bf16", or else an empty context."""
+    import torch
+
+    if "bf16" not in words:
+        return contextlib.nullcontext()
+    return torch.autocast(device, dtype=torch.bfloat16)
 
 
 def cross_entropy(scores, labels):

@@ -87,6 +87,25 @@ def test_swallowed_code_is_found():
     assert [comment for line in fine for comment in swallowed_code(line)] == []
 
 
+def without_precision(text):
+    """Return the paragraphs and table rows that compare times with PyTorch, but name no dtype."""
+    blocks = re.split(r"\n\n|\n(?=\|)", text)
+    speed = re.compile(r"of PyTorch's time|than PyTorch|PyTorch's \w*\s?time")
+    return [block for block in blocks if speed.search(block) and "float32" not in block]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_comparisons_with_pytorch_name_the_precision(path):
+    assert without_precision(path.read_text()) == []
+
+
+def test_a_comparison_without_precision_is_found():
+    """Negative control: a time relative to PyTorch's needs a precision in its paragraph or row."""
+    text = "In float32.\n\n| a |\n| a step takes half of PyTorch's time |\n| float32 |"
+    assert without_precision(text) == ["| a step takes half of PyTorch's time |"]
+    assert without_precision(text.replace("a step", "in float32, a step")) == []
+
+
 def small_digits(world=None):
     pixels = np.arange(80 * 784).reshape(80, 28, 28) * 31 % 251
     return dl.ArrayDatastore(pixels.astype(np.uint8), np.arange(80) % 10)

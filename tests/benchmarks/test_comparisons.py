@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -94,6 +95,52 @@ def test_the_ratio_is_the_fastest_variant_over_ours(capsys):
     assert figures["torch_ms"] == {"eager": 6600.0, "compile": 5000.0} and figures["ratio"] == 2.5
     assert figures["loss_difference"] == pytest.approx(1e-3)
     assert "ratio 2.50" in capsys.readouterr().out
+
+
+def test_bfloat16_is_compared_separately(capsys):
+    """The ratio compares float32 with float32, even if PyTorch is faster in bfloat16."""
+    line = "compare --variants channels_last,channels_last+bf16,compile+channels_last+bf16"
+    options = arguments.parse(line.split())
+    assert options.variants[1:] == ["channels_last+bf16", "compile+channels_last+bf16"]
+    assert "bf16" not in "".join(arguments.parse(["compare"]).variants)
+    pairs = {"channels_last": (2.0, 6.0), "eager": (2.0, 7.0), "channels_last+bf16": (2.0, 3.0)}
+    losses = {"ours": [2.0, 1.0], **{name: [2.0, 1.0] for name in pairs}}
+    losses["channels_last+bf16"] = [2.02, 1.0]
+    versions = dict.fromkeys(pairs, "2.13.0")
+    times = {name: [pair] * 3 for name, pair in pairs.items()}
+    figures = compare.evaluate(options, times, losses, versions)
+    assert (figures["best_variant"], figures["ratio"]) == ("channels_last", 3.0)
+    assert figures["ratio_by_version"] == {"2.13.0": 3.0}
+    text = "bf16: ratio 1.50: channels_last+bf16 against ours in float32"
+    assert text in capsys.readouterr().out
+    only = {"channels_last+bf16": times["channels_last+bf16"]}
+    figures = compare.evaluate(options, only, losses, versions)
+    assert (figures["best_variant"], figures["ratio"]) == ("channels_last+bf16", 1.5)
+
+
+@pytest.mark.parametrize(
+    ("side", "difference", "is_same"),
+    [
+        ("channels_last", 9e-5, True),
+        ("channels_last", 2e-4, False),
+        ("channels_last 2.12.1", 2e-4, False),
+        ("channels_last+bf16", 1e-2, True),
+        ("channels_last+bf16 2.12.1", 1e-2, True),
+        ("compile+channels_last+bf16", 3e-2, False),
+        ("channels_last+bf16", float("nan"), False),
+    ],
+)
+def test_losses_of_the_same_computation(monkeypatch, side, difference, is_same):
+    record = {"loss_differences": {side: difference}}
+    monkeypatch.setattr(compare.torch_step, "require", lambda command: None)
+    monkeypatch.setattr(compare, "other_sides", lambda options: {})
+    monkeypatch.setattr(compare, "compare_time", lambda *arguments: record)
+    options = arguments.parse(["compare"])
+    if is_same:
+        assert compare.main(options) is record
+    else:
+        with pytest.raises(Fault, match=re.escape(f"ours and {side} compute different results")):
+            compare.main(options)
 
 
 def test_the_overhead_is_paired_by_rounds():

@@ -7,7 +7,7 @@ import pytest
 from single_rank import blocked, numbers
 
 import mpidl as dl
-from benchmarks import accuracy, mpidl_step, subject, torch_step
+from benchmarks import accuracy, mpidl_step, prediction, subject, theirs, torch_step
 from mpidl.errors import UserError
 from mpidl.nn import zoo
 
@@ -124,6 +124,25 @@ def test_pytorch_computes_the_same_network_with_branches(name):
     assert set(learnables) == set(gradients)
     for key, gradient in gradients.items():
         assert np.abs(gradient - learnables[key].grad.numpy()).max() < 1e-3 * largest, key
+
+
+@pytest.mark.parametrize("variant", ["channels_last", "channels_last+bf16"])
+def test_pytorch_computes_in_the_precision_of_the_variant(variant):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    net, images, labels = small()
+    step = theirs.CpuStep(net, images, labels, variant)
+    dtypes = []
+    step.module.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    losses = [step() for _ in range(3)]
+    expected = torch.bfloat16 if "bf16" in variant else torch.float32
+    assert dtypes == [expected] * 3 and losses[-1] < losses[0]
+    learnables = dict(torch_step.named_learnables(step.module))
+    assert {value.dtype for value in learnables.values()} == {torch.float32}
+    scores = prediction.torch_pass(net, images, variant)()
+    reference = prediction.torch_pass(net, images, "eager")()
+    assert scores.dtype == np.float32
+    is_close = np.allclose(scores, reference, rtol=0, atol=1e-5)
+    assert is_close is ("bf16" not in variant)
 
 
 def test_layers_without_a_counterpart_in_pytorch_are_refused():
