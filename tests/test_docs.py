@@ -6,6 +6,7 @@ a small folder of images, and runs of more than MOST_EPOCHS epochs end after one
 
 import ast
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -85,6 +86,19 @@ def test_swallowed_code_is_found():
         "# print(accuracy)",
     ]
     assert [comment for line in fine for comment in swallowed_code(line)] == []
+
+
+def test_the_white_paper_is_quoted_correctly():
+    """The paper has 96,000 images in 55 classes, and 95 % is the accuracy of a mini-batch."""
+    cells = json.loads((ROOT / "docs" / "notebooks" / "white_paper.ipynb").read_text())["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    paper = [" ".join(text.split()) for text in texts if "paper" in text]
+    assert any("The paper uses 96,000 images in 55 classes." in text for text in paper)
+    goals = [text for text in paper if "the time until" in text]
+    assert len(goals) == 2 and all(
+        "the time until the accuracy of the training mini-batch is 95 %" in text for text in goals
+    )
+    assert not any("five kinds" in text or "to 95 % of the accuracy" in text for text in paper)
 
 
 def without_precision(text):
