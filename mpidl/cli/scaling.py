@@ -16,7 +16,7 @@ from typing import Any
 
 from mpidl.cli import arguments, scaling_probe, start
 from mpidl.cli.parser import DESCRIBE, Parser, count, rank_counts, typed_command
-from mpidl.comm import failure
+from mpidl.comm import failure, thread_budget
 from mpidl.comm.launcher import launcher
 from mpidl.comm.thread_budget import available_cores
 from mpidl.data.storage.settings import refuse_remote
@@ -108,6 +108,13 @@ def _parser(quiet):
         type=count("--repeat"),
         default=1,
     )
+    parser.text(
+        "--accuracy",
+        "A",
+        "Report the time to this accuracy, from 0 to 1: of validations, or without them the "
+        "smoothed accuracy of mini-batches; default: none",
+        type=_accuracy,
+    )
     parser.add_argument(
         "--srun", action="store_true", help="Start the ranks with srun instead of mpirun"
     )
@@ -183,6 +190,17 @@ def _split(argv, parser):
     return study_words, words
 
 
+def _accuracy(text):
+    """Convert the value of --accuracy to a fraction."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise UserError(f"--accuracy must be a number above 0 and at most 1, found {text}")
+    return value
+
+
 def _link(text):
     """Convert the value US,GBIT of --link to a Link."""
     match = re.fullmatch(r"([0-9.]+),([0-9.]+)", text)
@@ -209,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = configuration.resolve(command.typed, config=command.typed.get("config"))
     out = parsed.out or os.path.join("runs", f"scaling-{_title(options.run)}")
     if parsed.table:
-        return _table_only(out)
+        return _table_only(out, parsed.accuracy)
     if parsed.predict and options.options.worker_load is not None:
         raise UserError(
             f"--worker-load {options.options.worker_load}: expected none with --predict, which "
@@ -290,6 +308,10 @@ def _run(command, runs, threads):
     print(f"Results: {plan.out}", flush=True)
     content = _earlier_content(plan.out, parsed.overwrite)
     content |= {"format": 1, "study": plan.identity()}
+    if parsed.accuracy is not None:
+        content["accuracy"] = parsed.accuracy
+    if (due or parsed.predict) and not plan.uses_srun:
+        _warn_if_busy()
     if parsed.predict:
         record = _probe(parsed, runs, threads, content["probe"])
         if record is None:
@@ -326,6 +348,16 @@ def _run(command, runs, threads):
     return 1 if runs.errors else 0
 
 
+def _warn_if_busy():
+    load = thread_budget.busy_share()
+    if load > thread_budget.BUSY_SHARE:
+        print(
+            f"warning: other programs use {load:.0%} of the cores, so speeds will be too low; end "
+            "these programs first",
+            flush=True,
+        )
+
+
 def _print_sparsely():
     """Return a function that prints a line if ten seconds have passed since the previous line."""
     last = time.monotonic()
@@ -340,10 +372,10 @@ def _print_sparsely():
 
 
 def _earlier_content(out, overwrite):
-    """Return the probe and the prediction of an earlier start of the study."""
+    """Return the probe, the prediction and the accuracy of an earlier start of the study."""
     path = os.path.join(out, report.JSON)
     earlier = {} if overwrite or not os.path.exists(path) else results.read_json(path)
-    kept_results = {name: earlier.get(name) for name in ("probe", "prediction")}
+    kept_results = {name: earlier.get(name) for name in ("probe", "prediction", "accuracy")}
     return {"rows": [], "checks": [], **kept_results}
 
 
@@ -362,6 +394,7 @@ def _end_line(run, state, errors):
 def _write(out, content, runs):
     """Update the rows, and write scaling.json and scaling.csv."""
     content["rows"] = runs.rows()
+    results.add_time_to_accuracy(content["rows"], content["accuracy"])
     predicted = (content["prediction"] or {"rows": []})["rows"]
     content["checks"] = results.check_predictions(content["rows"], predicted)
     report.write(out, content)
@@ -378,7 +411,7 @@ def _show(out, content):
     print(f"Table: {os.path.join(out, report.CSV)}, {report.JSON}{drawn}", flush=True)
 
 
-def _table_only(out):
+def _table_only(out, accuracy):
     path = os.path.join(out, report.JSON)
     if not os.path.isfile(path):
         raise UserError(f"--out {out}: expected the folder of a study, found no {report.JSON}")
@@ -386,9 +419,12 @@ def _table_only(out):
     if content.get("format") != 1 or not isinstance(content.get("rows"), list):
         raise UserError(f"{path}: expected the file of a study, format 1")
     try:
+        if accuracy is not None:
+            content["accuracy"] = accuracy
+        results.add_time_to_accuracy(content["rows"], content.get("accuracy"))
         report.write(out, content)
         _show(out, content)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{path}: it is damaged ({type(error).__name__}: {error}); expected the file of a study"
         ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 CGROUP_FOLDER = "/sys/fs/cgroup"
 STATISTICS = "/proc/stat"
+# Errors if the kernel's file is missing or has another format, or without sched_getaffinity.
+UNKNOWN_TIMES = (AttributeError, OSError, ValueError, IndexError)
 BUSY_SHARE = 0.1  # load of the cores from which times of other programs are unreliable
 SHARED_CORES = "which slows all of them"  # text in the warning about more threads than cores
 
@@ -100,9 +103,46 @@ def busy_share(seconds: float = 0.5, statistics: str = STATISTICS) -> float:
     try:
         before = _times_of_cores(statistics)
         time.sleep(seconds)
-        total, idle = (b - a for a, b in zip(before, _times_of_cores(statistics), strict=True))
-    except (AttributeError, OSError, ValueError, IndexError):
+        return _load(before, _times_of_cores(statistics))
+    except UNKNOWN_TIMES:
         return 0.0
+
+
+class OtherLoad:
+    """Measures how much other programs use this process's cores while its children compute.
+
+    Parameters
+    ----------
+    statistics : str
+        The Linux kernel's file with the times of each core.
+    """
+
+    def __init__(self, statistics: str = STATISTICS) -> None:
+        self.statistics = statistics
+        self._start, self._seconds = self._read()
+
+    def _read(self):
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        try:
+            times = _times_of_cores(self.statistics)
+        except UNKNOWN_TIMES:
+            times = 0, 0
+        return times, used.ru_utime + used.ru_stime
+
+    def share(self) -> float:
+        """Return the share of the time since the start, from 0 to 1, or 0 if it is unknown.
+
+        The time of children counts as own only once they and their children have been waited for.
+        The result includes the time that a hypervisor gave to other machines.
+        """
+        (total, idle), seconds = self._read()
+        child_ticks = (seconds - self._seconds) * os.sysconf("SC_CLK_TCK")
+        return _load(self._start, (total, idle + child_ticks))
+
+
+def _load(before, after):
+    """Return the share of busy time between two measurements of (total, idle) time."""
+    total, idle = (b - a for a, b in zip(before, after, strict=True))
     return min(max(1 - idle / total, 0.0), 1.0) if total > 0 else 0.0
 
 

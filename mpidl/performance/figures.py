@@ -103,15 +103,12 @@ class AccuracyPanel:
 
     def draw(self, axes: Any, content: Mapping[str, Any]) -> None:
         """Draw the panel."""
-        rows = [row for row in content["rows"] if row.get("curve")]
-        if len(rows) > MOST_CURVES:
-            places = np.linspace(0, len(rows) - 1, MOST_CURVES).round().astype(int)
-            rows = [rows[place] for place in places]
+        rows = _evenly([row for row in content["rows"] if row.get("curve")])
         longest = max(row["curve"][-1][0] for row in rows)
         unit, name = (60, "minutes") if longest >= 300 else (1, "seconds")
         for row, (colour, dashes, marker) in zip(rows, STYLES, strict=False):
             seconds, accuracy = np.array(row["curve"]).T
-            label = f"{row['ranks']} rank" + ("s" if row["ranks"] > 1 else "")
+            label = _ranks(row)
             interval = max(1, len(seconds) // 10)
             style = {"marker": marker, "markersize": 4, "markevery": interval, "linewidth": 1.6}
             axes.plot(
@@ -121,6 +118,73 @@ class AccuracyPanel:
         axes.set_xlabel(f"time ({name})")
         axes.set_ylabel(f"{rows[0].get('curve_kind', 'training')} accuracy (%)")
         _finish(axes, "Accuracy over time")
+
+
+class IterationPanel:
+    """Panel that shows accuracy by iteration, with one line per number of ranks.
+
+    Runs with the same weights have the same curve, so later lines are thinner than earlier ones.
+    """
+
+    def applies(self, content: Mapping[str, Any]) -> bool:
+        """Return whether there is a run with accuracies of mini-batches."""
+        return any(row.get("iteration_curve") for row in content["rows"])
+
+    def draw(self, axes: Any, content: Mapping[str, Any]) -> None:
+        """Draw the panel."""
+        rows = _evenly([row for row in content["rows"] if row.get("iteration_curve")])
+        for i, (row, (colour, dashes, _)) in enumerate(zip(rows, STYLES, strict=False)):
+            iterations, accuracy = np.array(row["iteration_curve"]).T
+            style = {
+                "linewidth": 1.4 + 0.9 * (len(rows) - 1 - i),
+                "linestyle": dashes if i else "-",
+            }
+            axes.plot(iterations, 100 * accuracy, color=colour, label=_ranks(row), **style)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("iteration")
+        axes.set_ylabel("training accuracy, smoothed (%)")
+        _finish(axes, "Accuracy by iteration")
+
+
+class TimeToAccuracyPanel:
+    """Panel that shows the time to the accuracy of --accuracy, by number of ranks."""
+
+    def applies(self, content: Mapping[str, Any]) -> bool:
+        """Return whether a run reaches the accuracy."""
+        return bool(self._rows(content))
+
+    def _rows(self, content):
+        return [row for row in content["rows"] if row.get("seconds_to_accuracy")]
+
+    def draw(self, axes: Any, content: Mapping[str, Any]) -> None:
+        """Draw the panel."""
+        rows = self._rows(content)
+        unit, name = (60, "minutes") if rows[0]["seconds_to_accuracy"] >= 300 else (1, "seconds")
+        ranks = [row["ranks"] for row in rows]
+        times = [row["seconds_to_accuracy"] / unit for row in rows]
+        ideal = [times[0] * ranks[0] / n for n in ranks]
+        axes.plot(ranks, ideal, color=GRAY, linestyle=(0, (1, 1.5)), linewidth=1.3, label="ideal")
+        axes.plot(
+            ranks, times, color=BLUE, linewidth=1.8, marker="o", markersize=5, label="measured"
+        )
+        axes.set_yscale("log")
+        axes.set_ylabel(f"time ({name})")
+        _rank_axis(axes, ranks)
+        _plain_numbers(axes, has_few_decades=max(times) < 100 * min(*times, *ideal))
+        kind = rows[0].get("curve_kind", "training")
+        _finish(axes, f"Time to {100 * content['accuracy']:.6g} % {kind} accuracy")
+
+
+def _evenly(rows):
+    """Return at most MOST_CURVES rows, evenly spaced."""
+    if len(rows) <= MOST_CURVES:
+        return rows
+    places = np.linspace(0, len(rows) - 1, MOST_CURVES).round().astype(int)
+    return [rows[place] for place in places]
+
+
+def _ranks(row):
+    return f"{row['ranks']} rank" + ("s" if row["ranks"] > 1 else "")
 
 
 class SpeedPanel:
@@ -211,6 +275,8 @@ class TimePanel:
 
 PANELS: dict[str, Any] = {
     "accuracy": AccuracyPanel(),
+    "accuracy-by-iteration": IterationPanel(),
+    "time-to-accuracy": TimeToAccuracyPanel(),
     "speed": SpeedPanel(),
     "efficiency": EfficiencyPanel(),
     "time": TimePanel(),

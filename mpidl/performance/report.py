@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpidl.comm.thread_budget import BUSY_SHARE
 from mpidl.files import write_whole
 from mpidl.performance.results import COMPLETE, PHASES
 from mpidl.report.progress.rows import clock
@@ -16,8 +17,9 @@ from mpidl.text import aligned
 
 JSON, CSV = "scaling.json", "scaling.csv"
 COLUMNS = (
-    *("ranks", "state", "runs", "threads", "device", "is_oversubscribed", "images_per_second"),
-    *("lowest", "highest", "speedup", "efficiency", "train_seconds", "accuracy", "loss"),
+    *("ranks", "state", "runs", "threads", "device", "is_oversubscribed", "other_load"),
+    *("images_per_second", "lowest", "highest", "speedup", "efficiency", "train_seconds"),
+    *("seconds_to_accuracy", "accuracy", "loss"),
     *(*PHASES, "predicted_images_per_second", "prediction_error", "predicted_efficiency"),
     *("predicted_epoch_seconds", "weights_sha256", "error"),
 )
@@ -31,7 +33,8 @@ def write(out: str, content: Mapping[str, Any]) -> None:
     out : str
         Folder of the study.
     content : mapping
-        "rows" is a list of results of `results.row_of`. "prediction" is the result of
+        "rows" is a list of results of `results.row_of`. "accuracy" is the accuracy to reach, or
+        None. "prediction" is the result of
         `prediction.predict`, or None.
 
     Raises
@@ -69,13 +72,16 @@ def table_lines(content: Mapping[str, Any]) -> list[str]:
     head = ["ranks"]
     if measured or not has_prediction:
         head += ["images/s", "speed-up", "efficiency", "time"]
+    accuracy = content.get("accuracy")
+    head += [f"to {percent(accuracy)}"] if accuracy is not None else []
     head += ["accuracy"] if has_accuracy else []
     phases = [name for name in PHASES if name != "other"] if has_phases else []
     head += phases
     head += ["predicted", "±", "efficiency", "s/epoch"] if has_prediction else []
     lines = [head]
     for row in rows:
-        cells = [f"{row['ranks']}{'*' if row.get('is_oversubscribed') else ''}"]
+        marks = ("*" if row.get("is_oversubscribed") else "") + ("!" if is_disturbed(row) else "")
+        cells = [f"{row['ranks']}{marks}"]
         if measured or not has_prediction:
             rate = row.get("images_per_second")
             text = row["state"] if row["state"] != "predicted" else ""
@@ -84,6 +90,9 @@ def table_lines(content: Mapping[str, Any]) -> list[str]:
             cells += [_number(row.get("efficiency"), ".0%")]
             seconds = row.get("train_seconds")
             cells.append("" if seconds is None else clock(seconds))
+        if accuracy is not None:
+            seconds = row.get("seconds_to_accuracy")
+            cells.append(_duration(seconds) if seconds is not None else _not_reached(row))
         cells += [_number(row.get("accuracy"), ".4f")] if has_accuracy else []
         cells += [_number(row.get(name), ".0%") for name in phases]
         if has_prediction:
@@ -94,6 +103,20 @@ def table_lines(content: Mapping[str, Any]) -> list[str]:
             cells.append(_number(seconds, ",.0f" if (seconds or 0) >= 100 else ".3g"))
         lines.append(cells)
     return aligned(lines, left=0)
+
+
+def percent(fraction: float) -> str:
+    """Format a fraction in per cent with as many digits as it has: 0.95 gives "95 %"."""
+    return f"{100 * fraction:.6g} %"
+
+
+def is_disturbed(row: Mapping[str, Any]) -> bool:
+    """Return whether other programs used the cores so much that the speed is too low."""
+    return (row.get("other_load") or 0.0) > BUSY_SHARE
+
+
+def _not_reached(row):
+    return "never" if row["state"] == COMPLETE else ""
 
 
 def _number(value, form):
@@ -110,6 +133,14 @@ def notes(content: Mapping[str, Any]) -> list[str]:
     finished = [row for row in rows if row["state"] == COMPLETE]
     if any(row["is_oversubscribed"] for row in rows):
         lines.append("* more threads than cores: the speed says nothing about scaling")
+    disturbed = [row for row in finished if is_disturbed(row)]
+    if disturbed:
+        load = max(row["other_load"] for row in disturbed)
+        lines.append(
+            f"! warning: other programs used up to {load:.0%} of the cores' time in the runs on "
+            f"{_list([row['ranks'] for row in disturbed])} rank(s), whose speeds are too low: end "
+            "these programs, and repeat the study with --overwrite"
+        )
     hashes = {row["weights_sha256"] for row in finished}
     if len(finished) > 1 and len(hashes) == 1 and None not in hashes:
         lines.append(f"The same weights on {_list([row['ranks'] for row in finished])} ranks")
@@ -208,6 +239,8 @@ def check_lines(checks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _duration(seconds):
     """Format seconds with three digits, in ms if there is at least 0.1 ms, else in µs."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s" if seconds < 100 else clock(seconds)
     factor, unit = (1e3, "ms") if seconds >= 1e-4 else (1e6, "µs")
     return f"{factor * seconds:.3g} {unit}"
 

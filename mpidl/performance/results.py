@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from mpidl.comm.thread_budget import SHARED_CORES
 from mpidl.errors import UserError
 from mpidl.files import reason
 from mpidl.report import metrics
+from mpidl.report.live import curves
 from mpidl.training.files import checkpoint
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 COMPLETE, FAILED, STOPPED, WAITING = "done", "failed", "stopped", "waiting"
 PHASES = ("compute", "wait", "sum", "input", "other")
 TAIL_BYTES = 4096
+OTHER_LOAD = re.compile(r"mpidl\.scaling: other programs used ([\d.]+) % of the cores' time")
+SMOOTHING = 0.9  # weight of the previous average in the accuracy by iteration
+MOST_POINTS = 500  # of the accuracy by iteration
 
 
 def row_of(ranks: int, runs: Sequence[Run], errors: Mapping[str, str]) -> dict[str, Any]:
@@ -41,8 +46,11 @@ def row_of(ranks: int, runs: Sequence[Run], errors: Mapping[str, str]) -> dict[s
     dict
         ranks, state, runs (number of finished runs), images_per_second, lowest and highest (speeds
         of the runs), train_seconds, accuracy, loss, threads, device, weights_sha256 (None if the
-        runs differ), is_oversubscribed, compute, wait, sum, input and other (fractions of the time,
-        or None), curve (pairs [seconds, accuracy]), curve_kind, error.
+        runs differ), is_oversubscribed, other_load (highest share of the cores' time that other
+        programs used), compute, wait, sum, input and other (fractions of the time, or None), curve
+        (pairs [seconds, accuracy]), curve_kind, iteration_curve (pairs [iteration, smoothed
+        accuracy of the mini-batches]), records (for each run, pairs [seconds, highest accuracy so
+        far]), error.
     """
     finished = [read_run(run) for run in runs if run.is_done()]
     messages = [errors[run.name] for run in runs if run.name in errors]
@@ -56,8 +64,10 @@ def row_of(ranks: int, runs: Sequence[Run], errors: Mapping[str, str]) -> dict[s
     for name in ("train_seconds", "accuracy", "loss", *PHASES):
         row[name] = _median([result[name] for result in finished])
     first = finished[0] if finished else {}
-    for name in ("threads", "device", "curve", "curve_kind"):
+    for name in ("threads", "device", "curve", "curve_kind", "iteration_curve"):
         row[name] = first.get(name)
+    row["records"] = [result["records"] for result in finished]
+    row["other_load"] = max((result["other_load"] for result in finished), default=None)
     row["weights_sha256"] = hashes.pop() if len(hashes) == 1 else None
     row["is_oversubscribed"] = any(result["is_oversubscribed"] for result in finished)
     row["error"] = messages[0] if messages else None
@@ -76,14 +86,19 @@ def read_run(run: Run) -> dict[str, Any]:
     path = os.path.join(run.folder, "metrics.jsonl")
     records = metrics.read(path) if os.path.exists(path) else []
     kind, curve = curve_of(records)
+    lines = log_lines(run.log)
+    loads = [match[1] for line in lines if (match := OTHER_LOAD.fullmatch(line))]
     return {
         **{name: summary.get(name) for name in ("accuracy", "loss", "threads", "device")},
         "weights_sha256": summary.get("weights_sha256"),
         "train_seconds": summary.get("train_seconds"),
         "images_per_second": speed_of(records, summary) or summary.get("images_per_second"),
-        "is_oversubscribed": any(SHARED_CORES in line for line in log_lines(run.log)),
+        "is_oversubscribed": any(SHARED_CORES in line for line in lines),
+        "other_load": max(map(float, loads), default=0.0) / 100,
         "curve": curve,
         "curve_kind": kind,
+        "iteration_curve": _iteration_curve(records),
+        "records": _highest(curve if kind == "validation" else _smoothed(records, "seconds")),
         **phases_of(records),
     }
 
@@ -126,6 +141,54 @@ def curve_of(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[float
         if points:
             return title, points
     return "training", []
+
+
+def _smoothed(records, position):
+    """Return [[position, smoothed accuracy], ...] of the iterations of a run."""
+    points = [
+        (record[position], record["accuracy"])
+        for record in records
+        if record.get("kind") == "iteration"
+        and record.get("accuracy") is not None
+        and record.get(position) is not None
+    ]
+    if not points:
+        return []
+    places, accuracies = np.array(points, float).T
+    return np.stack([places, curves.smoothed(accuracies, SMOOTHING)], axis=1).tolist()
+
+
+def _iteration_curve(records):
+    points = np.array(_smoothed(records, "iteration")).reshape(-1, 2)
+    return np.stack([curves.binned(column, MOST_POINTS) for column in points.T], axis=1).tolist()
+
+
+def _highest(points):
+    """Return the points whose accuracy is higher than the accuracy of all earlier points."""
+    highest, kept_points = -math.inf, []
+    for seconds, accuracy in points:
+        if accuracy > highest:
+            highest = accuracy
+            kept_points.append([seconds, accuracy])
+    return kept_points
+
+
+def add_time_to_accuracy(rows: Sequence[dict[str, Any]], accuracy: float | None) -> None:
+    """Add `seconds_to_accuracy` to the rows, the median over the runs.
+
+    The value is None if `accuracy` is None, or if a run does not reach this accuracy.
+    """
+    for row in rows:
+        times = [
+            next((seconds for seconds, value in points if value >= accuracy), None)
+            for points in (row.get("records") or [] if accuracy is not None else [])
+        ]
+        row["seconds_to_accuracy"] = None if None in times else _median(times)
+
+
+def other_load_line(share: float) -> str:
+    """Return the line of a run's log that says how much other programs used the cores."""
+    return f"mpidl.scaling: other programs used {100 * share:.1f} % of the cores' time\n"
 
 
 def phases_of(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
 from mpidl.comm.launcher import environment, launcher
+from mpidl.comm.thread_budget import OtherLoad
 from mpidl.errors import UserError
 from mpidl.files import reason, write_whole
 from mpidl.performance.results import (
@@ -24,6 +25,7 @@ from mpidl.performance.results import (
     add_efficiency,
     last_error,
     last_line,
+    other_load_line,
     read_json,
     row_of,
 )
@@ -193,8 +195,11 @@ class Study:
         UserError
             If mpidl.train rejects its options or data, and no run of the study has finished.
         """
+        load = OtherLoad()
         with open(run.log, "a") as log:
             code = self.execute(run.name, run.command(), log)
+            if code == 0 and not self.plan.uses_srun:  # srun's ranks are not children
+                log.write(other_load_line(load.share()))
         if code == STOPPED_CODE:
             return STOPPED
         if code == 0 and run.is_done():

@@ -4,7 +4,7 @@ import pytest
 
 import mpidl as dl
 from mpidl.cli import scaling
-from mpidl.comm import failure
+from mpidl.comm import failure, thread_budget
 from mpidl.errors import Fault
 from mpidl.performance import prediction, study
 from mpidl.performance.simulation import Link
@@ -53,6 +53,8 @@ def test_without_a_count_the_cores_are_filled():
         ("--preview a.png", "--preview: a study cannot use"),
         ("--upload s3://a/b", "--upload: a study cannot use"),
         ("--table --ranks 2", "--table: expected no --ranks"),
+        ("--accuracy 95", "--accuracy must be a number above 0 and at most 1, found 95"),
+        ("--accuracy high", "--accuracy must be a number above 0 and at most 1, found high"),
         ("--link 2,100", "--link: expected --predict with it"),
         ("--predict --link 2", "--link must be US,GBIT, such as 2,100, found 2"),
         ("--predict --link 1.2.3,4", "--link must be US,GBIT"),
@@ -86,6 +88,7 @@ def test_no_study_to_show(tmp_path):
         ("[]", "expected a JSON object, found list"),
         ("{}", "expected the file of a study, format 1"),
         ('{"format": 1, "rows": [{}]}', "it is damaged"),
+        ('{"format": 1, "accuracy": 0.5, "rows": [{"records": [[1]]}]}', "it is damaged"),
     ],
 )
 def test_a_damaged_study(tmp_path, text, message):
@@ -187,3 +190,12 @@ def test_a_continued_study_keeps_its_threads_and_batch(tmp_path, monkeypatch, fi
     else:
         scaling.main([*second.split(), "--out", str(tmp_path)])
         assert plans[-1].words == tuple(words.split())
+
+
+@pytest.mark.parametrize(("load", "is_named"), [(0.05, False), (0.43, True)])
+def test_busy_cores_are_named_before_the_first_run(tmp_path, monkeypatch, capsys, load, is_named):
+    monkeypatch.setattr(thread_budget, "busy_share", lambda: load)
+    monkeypatch.setattr(study.Study, "execute", lambda self, name, words, log: 1)
+    scaling.main(["--ranks", "1", "--out", str(tmp_path / "study")])
+    warning = "warning: other programs use 43% of the cores, so speeds will be too low; "
+    assert (warning in capsys.readouterr().out) == is_named

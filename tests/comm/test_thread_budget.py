@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import limits
 import pytest
@@ -13,6 +14,7 @@ from mpidl.backends import settings
 from mpidl.comm import thread_budget
 from mpidl.comm.thread_budget import (
     Cores,
+    OtherLoad,
     assign_threads,
     available_cores,
     busy_share,
@@ -165,6 +167,20 @@ def times_of_cores(monkeypatch, tmp_path):
 def test_the_load_of_this_processs_cores(times_of_cores, first, second, expected):
     share = busy_share(statistics=times_of_cores(first, second))
     assert share == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_time_of_children_is_not_the_load_of_other_programs(times_of_cores, monkeypatch):
+    """Of 200 ticks on two cores, 110 are busy, and the children used 30 of them."""
+    seconds = [5.0, 5.0 + 30 / os.sysconf("SC_CLK_TCK")]
+    used = SimpleNamespace(ru_utime=seconds[0], ru_stime=1.0)
+    monkeypatch.setattr(thread_budget.resource, "getrusage", lambda processes: used)
+    load = OtherLoad(times_of_cores((80, 20, 0), (30, 40, 30)))
+    assert load.share() == 0.0  # no time has passed
+    thread_budget.time.sleep(0)  # writes the later times
+    assert load.share() == pytest.approx(110 / 200)
+    used.ru_utime = seconds[1]
+    assert load.share() == pytest.approx(80 / 200)
+    assert OtherLoad("absent").share() == 0.0
 
 
 def test_an_unknown_load_is_none_at_all(tmp_path):

@@ -37,6 +37,20 @@ def write_run(run, rate, accuracy=0.9, log="", sha="00"):
     (run.plan.out / f"{run.name}.log").write_text(log)
 
 
+def add_curves(run, accuracies, seconds=0.5, validations=()):
+    """Add records of iterations with these accuracies, and of validations, to a finished run."""
+    records = [
+        {"kind": "iteration", "iteration": i, "seconds": seconds * i, "accuracy": accuracy}
+        for i, accuracy in enumerate(accuracies, 1)
+    ]
+    records += [
+        {"kind": "validation", "iteration": i, "seconds": seconds * i, "accuracy": accuracy}
+        for i, accuracy in validations
+    ]
+    with open(run.plan.out / run.name / "metrics.jsonl", "a") as file:
+        file.write("\n" + "".join(json.dumps(record) + "\n" for record in records))
+
+
 @pytest.fixture
 def plan(tmp_path):
     return study.Plan(tmp_path / "study", (1, 2, 4), ("--epochs", "3"), repeat=2)
@@ -132,6 +146,82 @@ def test_a_run_without_times_of_ranks(plan):
     assert results.curve_of([]) == ("training", [])
 
 
+def test_accuracy_by_iteration_is_smoothed_and_short(plan):
+    run, accuracies = plan.runs()[0], np.linspace(0, 1, 1200) ** 0.5
+    write_run(run, 1000.0)
+    add_curves(run, accuracies)
+    expected = []
+    for i in range(1200):  # the mean of all iterations so far, with weights that decay by 0.9
+        weights = 0.9 ** np.arange(i, -1, -1.0)
+        expected.append(np.sum(weights * accuracies[: i + 1]) / np.sum(weights))
+    iterations, curve = np.array(results.read_run(run)["iteration_curve"]).T
+    assert len(curve) == 300
+    assert iterations == pytest.approx(np.arange(1, 1201.0).reshape(300, 4).mean(axis=1))
+    assert curve == pytest.approx(np.reshape(expected, (300, 4)).mean(axis=1), rel=1e-12)
+
+
+def test_time_to_an_accuracy(plan):
+    """The time is of the first validation, or else of the smoothed accuracy of mini-batches."""
+    for run in plan.runs():
+        write_run(run, RATES[run.ranks])
+    runs = plan.runs()
+    for run, scale in ((runs[0], 1.0), (runs[3], 3.0)):
+        validations = [(2, 0.5), (4, 0.9), (6, 0.8), (8, 0.95)]
+        add_curves(run, [1.0] * 8, 0.5 * scale, validations)  # mini-batches do not count
+    for run in (runs[1], runs[4]):
+        add_curves(run, [0.0, 1.0, 1.0, 1.0])  # smoothed: 0, 0.526, 0.701, 0.788
+    add_curves(runs[2], [1.0])  # the other run on four ranks does not reach it
+    rows = study.Study(plan, Signals()).rows()
+
+    def times(accuracy):
+        results.add_time_to_accuracy(rows, accuracy)
+        return [row["seconds_to_accuracy"] for row in rows]
+
+    assert times(0.7) == [4.0, 1.5, None]  # medians of 2 s and 6 s, and of 1.5 s twice
+    assert times(0.85) == [4.0, None, None]
+    assert times(0.95) == [8.0, None, None]
+    assert times(None) == [None] * 3
+    content = {"rows": rows, "prediction": None, "accuracy": 0.7}
+    assert times(0.7) and figures.TimeToAccuracyPanel().applies(content)
+    lines = report.table_lines(content)
+    assert "to 70 %" in lines[0] and "4 s" in lines[1] and "1.5 s" in lines[2]
+    assert "never" in lines[3]
+    del content["accuracy"]
+    assert times(None) and not figures.TimeToAccuracyPanel().applies(content)
+    assert "to 70 %" not in report.table_lines(content)[0]
+
+
+def test_results_of_earlier_versions_have_no_times(content):
+    for row in content["rows"]:
+        del row["records"], row["iteration_curve"], row["other_load"]
+    results.add_time_to_accuracy(content["rows"], 0.5)
+    assert [row["seconds_to_accuracy"] for row in content["rows"]] == [None] * 3
+    assert report.table_lines(content) and report.notes(content)
+
+
+@pytest.mark.parametrize(("load", "is_named"), [(0.04, False), (0.43, True)])
+def test_other_programs_are_named(plan, monkeypatch, load, is_named):
+    """The log of a run keeps the load, and the table marks the run."""
+
+    def execute(self, name, words, log):
+        run = next(run for run in plan.runs() if run.name == name)
+        write_run(run, RATES[run.ranks])
+        return 0
+
+    monkeypatch.setattr(study.Study, "execute", execute)
+    monkeypatch.setattr(thread_budget.OtherLoad, "share", lambda self: load)
+    plan.out.mkdir()
+    for run in plan.runs()[:2]:
+        assert study.Study(plan, Signals()).run(run) == results.COMPLETE
+    rows = study.Study(plan, Signals()).rows()[:2]
+    assert [row["other_load"] for row in rows] == [pytest.approx(load)] * 2
+    content = {"rows": rows, "prediction": None}
+    cells = [line.split()[0] for line in report.table_lines(content)[1:]]
+    assert cells == (["1!", "2!"] if is_named else ["1", "2"])
+    warning = "! warning: other programs used up to 43% of the cores' time in the runs on 1, 2 "
+    assert any(line.startswith(warning) for line in report.notes(content)) == is_named
+
+
 def test_checks_leave_out_shared_cores_and_one_rank(content):
     """Negative control: the oversubscribed run is far from its prediction, but does not count."""
     checks = {check["ranks"]: check for check in content["checks"]}
@@ -200,6 +290,11 @@ def test_figures(content, tmp_path):
     for name in names:
         start = (tmp_path / name).read_bytes()[:4]
         assert start == (b"\x89PNG" if name.endswith("png") else b"%PDF")
+    curves = {"iteration_curve": [[1, 0.5], [2, 0.75]], "records": [[[2.0, 0.75]]]}
+    rows = [row | curves for row in content["rows"]]
+    results.add_time_to_accuracy(rows, 0.5)
+    names = figures.draw(tmp_path, {"rows": rows, "prediction": None, "accuracy": 0.5})
+    assert {"accuracy-by-iteration.png", "time-to-accuracy.pdf"} <= set(names)
     assert figures.draw(tmp_path, {"rows": [], "prediction": None}) == []
     only = {"rows": [], "prediction": content["prediction"]}
     assert [name for name in figures.draw(tmp_path, only) if name.startswith("acc")] == []
