@@ -23,9 +23,7 @@ from mpidl.text import printable
 OLDEST_OPSET = 7
 FLOAT = 1  # ONNX's code for the type float32
 LARGE = 1024  # number of elements; ONNX needs only smaller constants to infer shapes
-# All computed constants of a file may have MIN_ELEMENTS elements in total, plus ELEMENTS_PER_BYTE
-# for each byte of its weights, but at most MAX_ELEMENTS.
-MAX_ELEMENTS, MIN_ELEMENTS, ELEMENTS_PER_BYTE = 1 << 28, 1 << 22, 8
+MAX_ELEMENTS = (4 << 30) // 8  # of all computed constants together: 4 GiB, 8 bytes an element
 LARGEST = 1 << 16  # maximum accepted number of channels, rows or columns of an image
 CHANNELS_LAST = (1, 2, 0)
 BEFORE_TRANSPOSE = ("Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub")
@@ -64,8 +62,6 @@ class Model(NamedTuple):
         Metadata of the file, {key: text}.
     producer : str
         Name of the program that wrote the file, as the file states it.
-    limit : int
-        Maximum total number of elements of all constants that `compute_constant` may compute.
     computed : list of int
         Number of elements of each constant that `compute_constant` has computed.
     """
@@ -81,7 +77,6 @@ class Model(NamedTuple):
     opset: int
     description: dict[str, str]
     producer: str
-    limit: int
     computed: list[int]
 
 
@@ -138,11 +133,9 @@ def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = Non
     )
     description = {entry.key: entry.value for entry in proto.metadata_props}
     shape = tuple(image_shape)
-    stored = os.path.getsize(path) + sum(array.nbytes for array in constants.values())
     return Model(
         *(nodes, constants, images, shape, order, batch, output, shapes, opset, description),
         producer=proto.producer_name,
-        limit=min(MIN_ELEMENTS + ELEMENTS_PER_BYTE * stored, MAX_ELEMENTS),
         computed=[],
     )
 
@@ -302,10 +295,10 @@ def compute_constant(node: Any, model: Model, path: str | os.PathLike[str]) -> b
         arrays = [constants[name] for name in names]
         count = _size(node, [constants[name] for name in node.input if name])
         model.computed.append(count)
-        if count < 0 or sum(model.computed) > model.limit:
+        if count < 0 or sum(model.computed) > MAX_ELEMENTS:
             raise ValueError(
                 f"it would have {count} numbers; all computed constants together may have "
-                f"{model.limit}"
+                f"{MAX_ELEMENTS}"
             )
         infos = [onnx.helper.make_empty_tensor_value_info(name) for name in names]
         results = [onnx.helper.make_empty_tensor_value_info(name) for name in node.output]

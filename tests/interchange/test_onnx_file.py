@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 from onnx_models import model, node, saved
 
 import mpidl as dl
+from mpidl.interchange import onnx_file
 
 SHAPE = (2, 4, 4)
 WEIGHT = np.ones((3, 2, 3, 3), np.float32)
@@ -155,7 +156,8 @@ def test_external_data_of_a_constant(tmp_path, monkeypatch):
         assert np.array_equal(dl.load_onnx(path).parameters["y.weight"], WEIGHT)
 
 
-def test_many_constants_that_are_allowed_alone(tmp_path):
+def test_many_constants_that_are_allowed_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_file, "MAX_ELEMENTS", 1 << 22)
     nodes = [node("ConstantOfShape", "n", f"c{i}") for i in range(8)]
     nodes += [node("Slice", f"c{i} zero one zero", f"s{i}") for i in range(8)]
     names = " ".join(f"s{i}" for i in range(8))
@@ -184,11 +186,11 @@ def test_constants_larger_than_allowed(tmp_path):
     long = np.ones(1 << 15, np.float32)
     for nodes, constants in (
         ([node("ConstantOfShape", "n", "w")], {"n": np.array([1 << 20, 1 << 20, 3, 3])}),
-        ([node("ConstantOfShape", "n", "w")], {"n": np.array([1 << 19, 1, 3, 3])}),
+        ([node("ConstantOfShape", "n", "w")], {"n": np.array([1 << 26, 1, 3, 3])}),
         ([node("Mul", "a b", "w")], {"a": long[:, None], "b": long}),
         (
             [node("Gather", "a i", "w", axis=1)],
-            {"a": np.ones((1 << 14, 1)), "i": np.zeros(1 << 15, int)},
+            {"a": np.ones((1 << 14, 1)), "i": np.zeros(1 << 16, int)},
         ),
     ):
         path = saved(tmp_path / "a.onnx", [*nodes, CONV], constants, SHAPE)

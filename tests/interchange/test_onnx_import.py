@@ -1,8 +1,10 @@
 """Test networks from ONNX files: scores like onnxruntime's, errors for unknown operators."""
 
+import os
 import re
 
 import numpy as np
+import onnx
 import pytest
 from image_sets import pixels_of, refusal
 from network_steps import bytes_of, step
@@ -397,6 +399,47 @@ def test_a_network_that_pytorch_exports(tmp_path, dynamo):
     with torch.no_grad():
         expected = oracle(images).numpy()
     assert abs(scores(net, images.numpy()) - expected).max() <= 1e-5 * abs(expected).max()
+
+
+# The light models of the onnx package: nodes compute their weights, which are constants.
+LIGHT_MODELS = os.path.join(os.path.dirname(onnx.__file__), "backend", "test", "data", "light")
+LIGHT_NAMES = ("bvlc_alexnet", "densenet121", "inception_v1", "inception_v2", "resnet50", "vgg19")
+LIGHT_NAMES += ("zfnet512",)
+
+
+def with_drawn_weights(proto):
+    """Replace the constant weights, with which all outputs are equal, by drawn weights."""
+    random = np.random.default_rng(1)
+    shapes = {part.name: part for part in proto.graph.initializer}
+    for constant in [n for n in proto.graph.node if n.op_type == "ConstantOfShape"]:
+        shape = tuple(onnx.numpy_helper.to_array(shapes[constant.input[0]]))
+        if len(shape) > 1:
+            values = random.normal(size=shape, scale=(2 / np.prod(shape[1:])) ** 0.5)
+        else:  # biases, and the arrays of batch normalizations
+            values = random.uniform(0.5, 1, shape)
+        tensor = onnx.numpy_helper.from_array(values.astype(np.float32), constant.output[0])
+        proto.graph.initializer.append(tensor)
+        proto.graph.node.remove(constant)
+    proto.ir_version = max(proto.ir_version, 4)  # older files declare weights as inputs
+    return proto
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow("ranks")] * (name != "inception_v1"))
+        for name in LIGHT_NAMES
+    ],
+)
+def test_light_models_have_the_scores_of_onnxruntime(tmp_path, name):
+    path, drawn = os.path.join(LIGHT_MODELS, f"light_{name}.onnx"), tmp_path / "drawn.onnx"
+    onnx.save(with_drawn_weights(onnx.load(path)), drawn)
+    for file in (path, drawn):
+        net = dl.load_onnx(file, normalization="none")
+        images = np.random.default_rng(0).normal(size=(1, *net.input_shape)).astype(np.float32)
+        expected, values = session_scores(file, images), scores(net, images)
+        assert abs(values - expected).max() <= 1e-4 * abs(expected).max()
+    assert expected.std() > 1e-2 * abs(expected).max()  # the drawn weights tell images apart
 
 
 def test_the_message_of_a_used_second_output(tmp_path):
