@@ -37,17 +37,9 @@ class Rollback:
         """Keep the current state; raise NotFinite if an array is not finite. Collective."""
         trainer.wait()
         tables, facts = run_state.progress(trainer)
-        position, problem = trainer.position, None
-        try:
-            trainer.writer.check_finite(tables, position.iteration, trainer.optimizer.learning_rate)
-        except NotFinite as error:
-            problem = error
-        if trainer.world.gop("or", problem is not None):
-            trainer.audit()  # raise a Fault if only some of the ranks have this problem
-        if problem is not None:
-            raise problem
+        trainer.check_finite(tables)
         self.arrays = run_state.copied(tables)
-        self.facts = {"position": asdict(position), **copy.deepcopy(facts)}
+        self.facts = {"position": asdict(trainer.position), **copy.deepcopy(facts)}
 
     def load(self, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Keep the earlier state stored in a checkpoint, if there is one."""

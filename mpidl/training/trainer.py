@@ -7,7 +7,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -428,6 +428,8 @@ class Trainer:
         stopped.
         """
         signals = self.signals
+        self.wait()
+        self.check_finite(run_state.progress(self)[0])  # the last update follows the last loss
         reason = stopped_by(signals, self.world)
         if reason is None and signals.name == OUTPUT_FUNCTION:
             signals.name = None  # the stop came after the last step, so the run did not end early
@@ -437,6 +439,19 @@ class Trainer:
             return reason
         finalize_network(self, None if reason == OUTPUT_FUNCTION else signals)
         return reason or stopped_by(signals, self.world)
+
+    def check_finite(self, tables: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Raise NotFinite if an array of the run's state is not finite. Collective."""
+        problem = None
+        try:
+            rate = self.optimizer.learning_rate
+            self.writer.check_finite(tables, self.position.iteration, rate)
+        except NotFinite as error:
+            problem = error
+        if self.world.gop("or", problem is not None):
+            self.audit()  # raise a Fault if only some of the ranks have this problem
+        if problem is not None:
+            raise problem
 
     def audit(self) -> None:
         """Raise Fault if the weights differ between ranks. Collective."""

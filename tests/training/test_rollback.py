@@ -166,13 +166,13 @@ def test_state_of_the_optimizer(world):
 class SpoilInPlace:
     """A hook that makes a weight infinite in place, so that a recorded step stays valid."""
 
-    def __init__(self, iteration):
-        self.last_good = iteration
+    def __init__(self, iteration, element=np.inf):
+        self.last_good, self.element = iteration, element
 
     def step(self, trainer):
         if trainer.position.iteration == self.last_good:
             self.last_good = None
-            trainer.net.parameters["conv2.weight"][...] = np.inf
+            trainer.net.parameters["conv2.weight"][...] = self.element
 
 
 def two_terms(net, images, targets):
@@ -180,10 +180,11 @@ def two_terms(net, images, targets):
     return dl.softmax_cross_entropy(scores, targets) + dl.dice_loss(scores, targets)
 
 
-def segment(world, loss, hooks=(), on_nan="rollback", **options):
+def segment(world, loss, hooks=(), on_nan="rollback", outputs=2, **options):
     images = numbers("pixels to segment", 60, 1, 6, 6, low=0, high=255).astype(np.uint8)
     store = dl.ArrayDatastore(images, targets=(images[:, 0] > 127).astype(np.uint8))
-    net = dl.Network([dl.Conv2D(3, 4, padding=1), dl.ReLU(), dl.Conv2D(1, 2)], (1, 6, 6), seed=1)
+    layers = [dl.Conv2D(3, 4, padding=1), dl.ReLU(), dl.Conv2D(1, outputs)]
+    net = dl.Network(layers, (1, 6, 6), seed=1)
     options = {"epochs": 4, "batch_size": 20, "verbose": "off"} | options
     options = dl.TrainingOptions(loss=loss, on_nan=on_nan, **options)
     result = dl.train(net, store, options, world=world, hooks=hooks)
@@ -200,3 +201,25 @@ def test_a_loss_of_several_terms_is_reported_and_rolled_back(world, loss, graphs
     weights, result = segment(world, loss, [SpoilInPlace(7)], graphs=graphs)
     expected, _ = segment(world, loss, learn_rate_schedule=halved_after(6), graphs=graphs)
     assert weights == expected and result.rollbacks == 1
+
+
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("loss", "outputs"),
+    [
+        ("crossentropy", 2),
+        ("dice", 2),
+        pytest.param("dice", 1, marks=SLOW_ON_RANKS),
+        pytest.param(dl.Dice(generalized=True), 2, marks=SLOW_ON_RANKS),
+    ],
+    ids=str,
+)
+def test_nan_weights_end_a_run_with_any_loss(world, loss, outputs, graphs):
+    """The next loss is NaN. After the last update, no loss follows, so the weights are checked."""
+    for spoiled, text in (
+        (7, "the loss is nan at epoch 3, iteration 8"),
+        (12, "conv2.weight is not finite after iteration 12, on all ranks"),
+    ):
+        hooks = [SpoilInPlace(spoiled, np.nan)]
+        with pytest.raises(dl.errors.NotFinite, match=text):
+            segment(world, loss, hooks, "stop", outputs, graphs=graphs)
