@@ -54,6 +54,7 @@ CROSS_CUTTING = {
     "backends/cpu/test_cpu_winograd.py": "kernels/cpu/winograd*, which no single module calls",
     "data/formats/test_fuzz_data.py": "damaged files of all formats",
     "backends/gpu/test_cupy_names.py": "every name of CuPy that mpidl uses",
+    "evaluation/test_undefined_scores.py": "metrics of NaN scores and of ignored labels",
     "interchange/test_fuzz_weights.py": "damaged weight files",
     "nn/test_gelu.py": "GELU, from its layer to trainings",
     "nn/test_layer_arguments.py": "arguments of layers in other libraries",

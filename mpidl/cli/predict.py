@@ -217,6 +217,7 @@ def _labels(parsed, world, net, images, loss):
         for indices, values in _batches(parsed, world, net, images, predict.probabilities):
             for i, row in zip(indices, values, strict=True):
                 labels = ";".join(n for n, p in zip(names, row, strict=True) if p > 0.5) or negative
+                labels = "" if np.isnan(row).any() else labels
                 rows.writerow([images.name(i), labels, *(f"{p:.9g}" for p in row)])
         content = text.getvalue().encode()
         on_rank_0(world, lambda: model_file.write_whole(parsed.out, content))
@@ -328,9 +329,11 @@ def _classes(parsed, world, net, images, classes, loss, reason):
     rows = csv.writer(text, lineterminator="\n")
     names = [printable(name) for name in class_names(classes, count)]
     rows.writerow(["image", "predicted", *names])
+    undefined = 0  # images with NaN scores
     for indices, outputs in _batches(parsed, world, net, images, predict.scores_and_labels):
         scores, ranked, predicted = outputs
         n += len(indices)
+        undefined += int((predicted < 0).sum())
         if images.labels is not None:
             confusion.tally(table, images.labels[indices], predicted)
         if parsed.top_k:
@@ -339,7 +342,8 @@ def _classes(parsed, world, net, images, classes, loss, reason):
         if parsed.out:
             for i, k, row in zip(indices, predicted, scores, strict=True):
                 # 9 significant digits determine a float32.
-                rows.writerow([images.name(i), names[k], *(f"{v:.9g}" for v in row)])
+                name = names[k] if k >= 0 else ""
+                rows.writerow([images.name(i), name, *(f"{v:.9g}" for v in row)])
     if parsed.out:
         content = text.getvalue().encode()
         on_rank_0(world, lambda: model_file.write_whole(parsed.out, content))
@@ -352,10 +356,16 @@ def _classes(parsed, world, net, images, classes, loss, reason):
         options |= {"test_flips": parsed.test_flips, "metrics": parsed.metrics, "loss": loss}
         evaluation = evaluate.evaluate(net, images, world=world, **options)
     if world.rank == 0:
+        if undefined:
+            print(
+                f"warning: {undefined} of {n} images have NaN scores and no predicted class",
+                file=sys.stderr,
+            )
         if images.labels is not None and n:
-            print(f"Accuracy: {table.trace() / n:.4f} ({n} images)")
+            images_with_scores = math.nan if undefined else n
+            print(f"Accuracy: {table.trace() / images_with_scores:.4f} ({n} images)")
             if parsed.top_k:
-                print(f"Top-{parsed.top_k} accuracy: {in_top_k / n:.4f}")
+                print(f"Top-{parsed.top_k} accuracy: {in_top_k / images_with_scores:.4f}")
             if evaluation is not None:
                 print(evaluation.metrics)
         else:

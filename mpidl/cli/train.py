@@ -405,7 +405,7 @@ def _write_results(out, net, result, test, skipped, world, device, weights_file)
     if test is not None and test.metrics is not None:
         test.metrics.save(os.path.join(out, run_folder.CLASS_METRICS))
     summary = {
-        "accuracy": test and test.accuracy,  # None if there is no test set or no classes
+        "accuracy": metrics.number(test and test.accuracy),  # None without a test set or classes
         "loss": metrics.number(test and test.loss),
         **_metrics_of(test),
         "epochs": result.epochs,
@@ -417,7 +417,7 @@ def _write_results(out, net, result, test, skipped, world, device, weights_file)
         "train_seconds": result.train_seconds,
         "best_iteration": result.best_iteration,
         "validation_loss": metrics.number(result.validation_loss),
-        "validation_accuracy": result.validation_accuracy,
+        "validation_accuracy": metrics.number(result.validation_accuracy),
         "stopped": result.stopped,
         "rollbacks": result.rollbacks,
         "lost_ranks": len(world.lost_ranks),

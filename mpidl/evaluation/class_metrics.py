@@ -33,6 +33,7 @@ OF_LABELS = ("subset-accuracy", "f1-micro", "f1-samples")
 OF_RANKING = ("roc-auc", "average-precision")
 NAMES = (*OF_COUNTS, *OF_LABELS, *OF_RANKING)
 ALL = "all"
+UNDEFINED = -1  # the predicted class of scores that include NaN
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -228,7 +229,7 @@ class Tally:
         labels, predicted = labels[counted], predicted_classes(x)[counted]
         for counts, values in (
             (self.correct, labels[labels == predicted]),
-            (self.predicted, predicted),
+            (self.predicted, predicted[predicted != UNDEFINED]),
             (self.labelled, labels),
         ):
             counts += np.bincount(values, minlength=count)
@@ -258,8 +259,16 @@ class Tally:
         if self.ranking is not None:
             self.ranking.add(x.reshape(shape), rows[1], counted)
 
-    def metrics(self, world: Any) -> ClassMetrics:
-        """Return the metrics for the images of all ranks. Collective."""
+    def metrics(self, world: Any, is_defined: bool = True) -> ClassMetrics:
+        """Return the metrics for the images of all ranks. Collective.
+
+        Parameters
+        ----------
+        world : World
+            The ranks.
+        is_defined : bool
+            False if the scores include NaN, or if there are no labels. All metrics are then NaN.
+        """
         sums = world.gop("sum", np.stack([self.correct, self.predicted, self.labelled]))
         correct, predicted, labelled = sums
         values, per_class = _of_counts(correct, predicted, labelled, has_labels=self.has_labels)
@@ -272,9 +281,10 @@ class Tally:
             for name, vector in zip(OF_RANKING, (areas, precisions), strict=True):
                 per_class[name] = vector
                 values[name] = _mean(vector, ~np.isnan(vector))
+        factor = 1.0 if is_defined else np.nan
         return ClassMetrics(
-            {name: values[name] for name in self.names},
-            {name: per_class[name] for name in self.names if name in per_class},
+            {name: values[name] * factor for name in self.names},
+            {name: per_class[name] * factor for name in self.names if name in per_class},
             self.classes,
         )
 
@@ -290,11 +300,13 @@ def predicted_classes(scores: np.ndarray) -> np.ndarray:
     Returns
     -------
     ndarray of int64, shape (n, ...)
-        The class with the largest score; among equal scores, the lowest class.
+        The class with the largest score; among equal scores, the lowest class. The class is
+        `UNDEFINED` if a score is NaN.
     """
-    if scores.shape[1] == 1:
-        return (scores[:, 0] > 0).astype(np.int64)
-    return scores.argmax(axis=1)
+    is_single = scores.shape[1] == 1
+    predicted = (scores[:, 0] > 0).astype(np.int64) if is_single else scores.argmax(axis=1)
+    predicted[np.isnan(scores).any(axis=1)] = UNDEFINED
+    return predicted
 
 
 def _of_counts(correct, predicted, labelled, has_labels):

@@ -30,7 +30,7 @@ class Confusion:
     ----------
     counts : ndarray of int64, shape (K, K)
         Element [i, j] is the number of images, or of pixels, of class i that were predicted as
-        class j.
+        class j. Predictions with NaN scores are left out.
     classes : tuple of str
         Names of the K classes.
     """
@@ -40,8 +40,9 @@ class Confusion:
 
     @property
     def accuracy(self) -> float:
-        """Fraction of the labels that were predicted correctly; 0 if there are no labels."""
-        return float(self.counts.trace() / max(self.counts.sum(), 1))
+        """Fraction of the labels that were predicted correctly; NaN if there are no labels."""
+        labels = self.counts.sum()
+        return float(self.counts.trace() / labels) if labels else float("nan")
 
     @property
     def recall(self) -> np.ndarray:
@@ -238,8 +239,13 @@ def is_small(classes: int) -> bool:
 
 
 def tally(counts: np.ndarray, labels: np.ndarray, predicted: np.ndarray) -> None:
-    """Add 1 to counts[label, prediction] in place for each image or pixel; counts is (K, K)."""
-    np.add.at(counts, (labels.ravel(), predicted.ravel()), 1)
+    """Add 1 to counts[label, prediction] in place for each image or pixel; counts is (K, K).
+
+    Negative predictions, such as those for NaN scores, are left out.
+    """
+    labels, predicted = labels.ravel(), predicted.ravel()
+    is_defined = predicted >= 0
+    np.add.at(counts, (labels[is_defined], predicted[is_defined]), 1)
 
 
 def _fractions(counts, totals):

@@ -3,6 +3,7 @@
 Results are exact and do not depend on the number of ranks.
 """
 
+import math
 import numbers
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
@@ -36,9 +37,10 @@ class Evaluation(NamedTuple):
     ----------
     accuracy : float or None
         Fraction of the labels that were predicted correctly. There is one label per image or per
-        pixel. None if the loss does not count correct labels.
+        pixel. NaN if a score is NaN or if all labels are ignored; the top-k accuracy and the
+        metrics are then NaN too. None if the loss does not count correct labels.
     loss : float
-        Mean loss per image.
+        Mean loss per image; NaN if all labels are ignored.
     images : int
         Number of evaluated images.
     top_k : float or None
@@ -268,15 +270,20 @@ def evaluate(
             if top_k:
                 in_top_k += int((places(local_scores, local_labels) < top_k).sum())
         del images, labels  # free their memory for the next mini-batch
+    is_defined = totals.accuracy is None or not math.isnan(totals.accuracy)
+    top_k_accuracy = None
+    if top_k:
+        hits = world.gop("sum", in_top_k)
+        top_k_accuracy = hits / totals.labels if is_defined else math.nan
     result = Evaluation(
         totals.accuracy,
         totals.loss,
         n,
-        world.gop("sum", in_top_k) / max(totals.labels, 1) if top_k else None,
+        top_k_accuracy,
         Confusion(world.gop("sum", table), class_names(net.classes or datastore.classes, classes))
         if confusion
         else None,
-        None if counts is None else counts.metrics(world),
+        None if counts is None else counts.metrics(world, is_defined),
     )
     if is_own:
         world.close()
@@ -301,11 +308,13 @@ class _Totals:
 
     @property
     def loss(self):
-        return self.weighted_loss / (self.weight or 1)
+        return self.weighted_loss / self.weight if self.weight else math.nan
 
     @property
     def accuracy(self):
-        return None if self.correct is None else self.correct / (self.labels or 1)
+        if self.correct is None:
+            return None
+        return self.correct / self.labels if self.labels else math.nan
 
 
 def _counted(scores, labels, classes, ignore_label):
@@ -425,8 +434,8 @@ def regression_errors(
         del images, targets  # free their memory for the next mini-batch
     if is_own:
         world.close()
-    elements = max(n * int(np.prod(net.output_shape)), 1)
-    squared, absolute = totals / elements
+    elements = n * int(np.prod(net.output_shape))
+    squared, absolute = totals / elements if elements else (math.nan, math.nan)
     return RegressionErrors(float(np.sqrt(squared)), float(absolute), n)
 
 

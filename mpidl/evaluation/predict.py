@@ -145,14 +145,16 @@ def classify(
     """Return the class of each image, in prediction mode. Collective.
 
     The class is the index of the largest output; ties go to the lowest index. If the only output is
-    the score of the second of two classes, the class is 1 if its probability is above 1/2.
+    the score of the second of two classes, the class is 1 if its probability is above 1/2. The
+    class is -1 if an output is NaN.
 
     Parameters
     ----------
     net, images, world, batch_size, test_flips, everywhere
         See `predict`.
     names : bool
-        Whether to return the names of the classes, ``net.classes``, instead of their indices.
+        Whether to return the names of the classes, ``net.classes``, instead of their indices. The
+        name is "" if an output is NaN.
 
     Returns
     -------
@@ -188,7 +190,9 @@ def classify(
     images, shape = as_datastore(net, images), net.output_shape[1:]
     arguments = net, images, labels, shape, np.int64, world, batch_size, everywhere, test_flips
     indices = _collect(*arguments)
-    return np.array(net.classes)[indices] if names and indices is not None else indices
+    if not names or indices is None:
+        return indices
+    return np.array([*net.classes, ""])[indices]  # -1, for NaN outputs, selects ""
 
 
 @overload
@@ -278,7 +282,7 @@ def scores_and_labels(net: Network, images: Blocked) -> tuple[np.ndarray, np.nda
     """
     logits = net.logits(images)
     ranked = logits.local()
-    return ops.softmax(logits).local(), ranked, ranked.argmax(axis=1)
+    return ops.softmax(logits).local(), ranked, predicted_classes(ranked)
 
 
 def by_batch(

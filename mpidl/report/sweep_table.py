@@ -40,10 +40,10 @@ def score_of(rows: Sequence[Row]) -> str:
     """Return the name of the score that ranks trials.
 
     The score is the first of these that all ended trials have: validation accuracy, test accuracy,
-    validation loss, test loss. The result is "loss" if there is no such score, or if no trial has
-    ended.
+    validation loss, test loss. Trials without any score, such as those with NaN weights, do not
+    count. The result is "loss" if there is no such score, or if no trial has ended.
     """
-    trained = [row for row in rows if row["state"] == "done"]
+    trained = [row for row in rows if row["state"] == "done" and _has_scores(row)]
     for name in SCORES:
         if trained and all(row[name] is not None for row in trained):
             return name
@@ -64,6 +64,10 @@ def best_of(rows: Sequence[Row]) -> Row | None:
         return sign * row[score], float("inf") if loss is None else loss
 
     return min(scored, key=order, default=None)
+
+
+def _has_scores(row):
+    return any(row[name] is not None for name in SCORES)
 
 
 def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: int = 0) -> None:
@@ -160,10 +164,10 @@ def write_folds(folder: str, summaries: Sequence[Row]) -> None:
 def best_setting(summaries: Sequence[Row], folds: int) -> tuple[Row, str] | None:
     """Return the setting with the best mean score, and the name of the score.
 
-    Only settings with `folds` ended folds are compared, by the first of `SCORES` that all these
-    settings have. Return None if there is no such setting or no such score.
+    Only settings with `folds` ended folds and a score are compared, by the first of `SCORES` that
+    all these settings have. Return None if there is no such setting or no such score.
     """
-    complete = [row for row in summaries if row["done"] == folds]
+    complete = [row for row in summaries if row["done"] == folds and _has_scores(row)]
     for name in SCORES:
         if complete and all(row[name] is not None for row in complete):
             sign = -1 if name.endswith("accuracy") else 1

@@ -40,6 +40,17 @@ def test_the_best_trial():
     assert sweep_table.best_of([row(1), row(2, loss=1.0)])["trial"] == 2  # NaN is written as None
 
 
+def test_a_trial_of_nan_scores_does_not_change_the_ranking():
+    """The scores of a NaN network are None in summary.json."""
+    rows = [row(1), *(row(n, validation_accuracy=n / 9, validation_loss=n) for n in (2, 4, 3))]
+    assert sweep_table.score_of(rows) == "validation_accuracy"
+    assert sweep_table.best_of(rows)["trial"] == 4
+    summaries = [{"done": 1, **dict.fromkeys(sweep_table.SCORES)} for _ in range(3)]
+    summaries[1]["validation_loss"], summaries[2]["validation_loss"] = 2.0, 1.0
+    assert sweep_table.best_setting(summaries, 1) == (summaries[2], "validation_loss")
+    assert sweep_table.best_setting(summaries[:1], 1) is None
+
+
 def test_csv(tmp_path):
     rows = [row(1, accuracy=0.1 + 0.2, loss=1e-9), row(2, "failed", error='of "a, b"')]
     sweep_table.write_csv(str(tmp_path), rows, ["learning_rate"])
