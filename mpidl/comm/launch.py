@@ -62,9 +62,9 @@ def launch(
         Ranks whose output is shown as soon as it arrives. "rank 0" also shows the stderr output of
         the other ranks. Lines of ranks other than 0 have a prefix, such as "rank 1: ".
     plots : {"none", "live"}
-        In a notebook, "live" shows the progress of each training run: the curves of loss and
-        accuracy, the epoch, the learning rate and the time. Outside notebooks, "live" has no
-        effect.
+        In a notebook, "live" shows the progress of each training run, and of a custom loop that
+        calls `world.report`: the curves of loss and accuracy, the epoch, the learning rate and the
+        time. Outside notebooks, "live" has no effect.
 
     Returns
     -------

@@ -530,7 +530,8 @@ class World(Messaging):
         Returns
         -------
         bool
-            Whether to stop. After the first True, the answer stays True.
+            Whether to stop. After the first True, the answer stays True. If the reason is a Stop
+            button or the file, it stays True until the end of the block of `dl.report_to`.
         """
         signals = self.signals = (self.signals or failure.Signals()).__enter__()
         signals.agreed = self.gop("max", int(signals.agreed or signals.is_requested())) > 0

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
 from mpidl.errors import UserError
+from mpidl.report import stop_file
 from mpidl.report.loop_records import LoopRecords
 from mpidl.training import live_page, status_hooks
 from mpidl.training.files.run_folder import RECORD, RunFolder, RunWriter
@@ -68,9 +69,7 @@ def report_to(
         if not isinstance(value, int) or value < 0:
             raise UserError(f"report_to: {name} must be a whole number, found {value!r}")
     page = live_page.open_page(world, monitor, "monitor")
-    signals = Signals()
-    with RunLock(world) as lock, contextlib.ExitStack() as stack:
-        stack.push(signals)  # `stop_requested` enters the context, so that its loop hears signals
+    with RunLock(world) as lock, _signals_of(world) as signals:
         folder = RunFolder(out, None, overwrite, world, lock)
         writer = RunWriter(folder, world)
         status_hook = status_hooks.StatusHook(out, world, lock)
@@ -84,14 +83,32 @@ def report_to(
             _listening(world, signals, writer),
         ):
             yield
-            status_hook.status.stopped = stopped_by(signals, world)
+            reason = status_hook.status.stopped = stopped_by(signals, world)
+            if reason == stop_file.REASON:  # a request for this loop, not for later loops
+                signals.name, signals.agreed = None, False
             writer.write(writer.raise_record_error)
             writer.plot(end=True)
 
 
 @contextlib.contextmanager
+def _signals_of(world):
+    """Yield the requests to stop, which stay valid for loops after this block.
+
+    `stop_requested` enters their context, so that only loops that call it handle signals. The end
+    of the block restores the handlers, unless an earlier loop has set them.
+    """
+    if world.signals is not None:
+        yield world.signals
+        return
+    world.signals = Signals()
+    with contextlib.ExitStack() as stack:
+        stack.push(world.signals)
+        yield world.signals
+
+
+@contextlib.contextmanager
 def _listening(world, signals, writer):
-    """Within the block, record the reports of a world, and let it agree on requests to stop."""
+    """Within the block, record the reports of a world."""
     epoch = 0
 
     def write(record):
@@ -102,10 +119,8 @@ def _listening(world, signals, writer):
         epoch = record["epoch"]
 
     listener = LoopRecords(write)
-    previous, world.signals = world.signals, signals
     world.listeners.append(listener)
     try:
         yield
     finally:
         world.listeners.remove(listener)
-        world.signals = previous

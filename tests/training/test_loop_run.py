@@ -120,6 +120,8 @@ def test_a_signal_to_one_rank_ends_the_loop_on_all_ranks(job, folder, has_folder
     if has_folder:
         assert read_status(job, folder).stopped == "SIGUSR1"
         assert signal.getsignal(signal.SIGUSR1) == handler
+        with dl.report_to(folder, world=job):  # a signal is for the whole job
+            assert job.allgather(train(job)[0]) == [0] * job.size
 
 
 def test_a_loop_that_does_not_ask_keeps_the_handlers_of_signals(job, folder):
