@@ -147,6 +147,9 @@ NAMES: dict[str, str] = {
     **dict.fromkeys(("spmdReduce", "gop"), 'world.gop("max", value)'),
     **dict.fromkeys(("spmdBroadcast", "labBroadcast"), "world.broadcast(value)"),
     "gather": "world.gather(value)",
+    **dict.fromkeys(
+        ("spmdCat", "gcat"), "world.allgather(value), a list of the values of all ranks"
+    ),
     "afterEach": "world.after_each(handler)",
     "send": "world.send(data)",
     "DataQueue": "world.send(data) and world.after_each(handler)",
@@ -166,6 +169,36 @@ NAMES: dict[str, str] = {
     "importNetworkFromPyTorch": "dl.load_weights(net, path), from a safetensors file",
     "save": "dl.save_model(path, net)",
     "load": "dl.load_model(path)",
+}
+
+# {name in PyTorch or Keras: equivalent in mpidl}
+LIBRARY_NAMES: dict[str, str] = {
+    **dict.fromkeys(("Sequential", "Model", "Module"), _NETWORK),
+    **dict.fromkeys(("Input", "InputLayer"), "the input_shape of dl.Network"),
+    "Linear": "dl.Dense(outputs)",
+    **dict.fromkeys(
+        ("Conv2DTranspose", "ConvTranspose2d"), "dl.TransposedConv2D(size, filters, stride=...)"
+    ),
+    "DepthwiseConv2D": "dl.Conv2D(size, channels, groups=channels)",
+    "Activation": "a layer, such as dl.ReLU()",
+    **dict.fromkeys(("SiLU", "SiLu"), "dl.Swish()"),
+    **dict.fromkeys(("ReLU6", "Hardtanh"), "dl.Clip(low, high), such as dl.Clip(0, 6)"),
+    **dict.fromkeys(("AdaptiveAvgPool2d", "GlobalAveragePooling2D"), "dl.GlobalAveragePool2D()"),
+    "LocalResponseNorm": "dl.CrossChannelNorm(window)",
+    "ZeroPadding2D": "dl.Pad2D(padding)",
+    **dict.fromkeys(("DataLoader", "DistributedSampler"), "dl.MinibatchQueue(images, batch_size)"),
+    "TensorDataset": "dl.ArrayDatastore(images, labels)",
+    "CrossEntropyLoss": "dl.softmax_cross_entropy(scores, labels), or dl.CrossEntropy(...) as the "
+    "loss of dl.TrainingOptions",
+    "BCEWithLogitsLoss": "dl.sigmoid_cross_entropy(scores, targets)",
+    "MSELoss": "dl.mean_squared_error(outputs, targets)",
+    "SGD": "dl.SGDM(learning_rate=0.01, momentum=0.9)",
+    "optim": "an optimizer, such as dl.SGDM or dl.AdamW",
+    **dict.fromkeys(("DistributedDataParallel", "init_process_group"), _RANKS),
+    "no_grad": "not needed: only dl.value_and_grad computes gradients",
+    **dict.fromkeys(("manual_seed", "set_seed"), "seed= of dl.Network and dl.TrainingOptions"),
+    "fit": _TRAIN,
+    "summary": "dl.analyze(net)",
 }
 
 # {attribute of a network in another library: equivalent in mpidl}
@@ -265,12 +298,14 @@ REMARKS = {
 def missing_name(name: str) -> NoReturn:
     """Raise AttributeError for a name that `mpidl` does not define. This is `mpidl.__getattr__`.
 
-    The message contains the equivalent of a MATLAB name, or else the most similar name.
+    The message contains the equivalent of a name in another library, or else the most similar name.
     """
     package = sys.modules["mpidl"]
     text = f"module 'mpidl' has no attribute {name!r}"
     if name in NAMES:
         text = f"mpidl.{name}: MATLAB's {name} is {NAMES[name]}"
+    elif name in LIBRARY_NAMES:
+        text += _use(LIBRARY_NAMES[name])
     elif not name.startswith("_"):
         text += did_you_mean(name, [n for n in dir(package) if not n.startswith("_")])
     # With an `obj`, Python would append its own suggestion.
@@ -285,11 +320,14 @@ def missing_attribute(net: object, name: str) -> NoReturn:
     """
     text = f"{type(net).__name__} has no attribute {name!r}"
     if name in NETWORK_ATTRIBUTES:
-        equivalent = NETWORK_ATTRIBUTES[name]
-        text += f": {'' if equivalent.startswith('not needed') else 'use '}{equivalent}"
+        text += _use(NETWORK_ATTRIBUTES[name])
     elif not name.startswith("_"):
         text += did_you_mean(name, [n for n in dir(net) if not n.startswith("_")])
     raise AttributeError(text, name=name, obj=None)
+
+
+def _use(equivalent):
+    return f": {'' if equivalent.startswith('not needed') else 'use '}{equivalent}"
 
 
 def explain_arguments(

@@ -51,6 +51,17 @@ def missing_attributes(text):
     return missing
 
 
+@pytest.mark.parametrize("name", matlab_names.LIBRARY_NAMES)
+def test_a_name_of_pytorch_or_keras_names_a_call(name):
+    assert not hasattr(dl, name) and name not in matlab_names.NAMES
+    with pytest.raises(AttributeError) as raised:
+        getattr(dl, name)
+    text = str(raised.value)
+    assert text.startswith(f"module 'mpidl' has no attribute '{name}': ") and "\n" not in text
+    assert text.endswith(matlab_names.LIBRARY_NAMES[name])
+    assert missing_attributes(text) == []
+
+
 @pytest.fixture(scope="module")
 def net():
     return dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(3)], (1, 8, 8))
@@ -130,7 +141,9 @@ def test_other_names_get_the_nearest():
     for name, end in (
         ("Conv2d", ": did you mean Conv2D?"),
         ("softmax_crossentropy", ": did you mean softmax_cross_entropy?"),
-        ("DataLoader", ""),
+        ("DataLoaders", ""),
+        ("DataLoader", ": use dl.MinibatchQueue(images, batch_size)"),
+        ("no_grad", ": not needed: only dl.value_and_grad computes gradients"),
         ("_private", ""),
     ):
         with pytest.raises(AttributeError) as raised:
