@@ -254,6 +254,8 @@ ARGUMENTS = {
     **dict.fromkeys(("outchannels", "numfilters"), "filters"),
     **dict.fromkeys(("outfeatures", "units"), "outputs"),
     "strides": "stride",
+    "lr": "learning_rate",
+    "weightdecay": "l2",
     "dilationrate": "dilation",
     "dilationfactor": "dilation",
     "usebias": "bias",
@@ -281,6 +283,11 @@ REMARKS = {
     ),
     "momentum": "decay= is the weight of a mini-batch in the moving averages: PyTorch's momentum, "
     "or 1 minus that of Keras",
+    **dict.fromkeys(
+        ("epochs", "maxepochs", "batchsize", "learningrate", "validationdata", "callbacks"),
+        "dl.TrainingOptions and the hooks of dl.train set how a network is trained",
+    ),
+    "params": "the optimizer receives the learnables in each step",
     "activation": "an activation is a layer, such as dl.ReLU()",
     "inplace": "the network decides which layers share memory",
     "fileextensions": "PNG, JPEG, BMP and TIFF files are read, and all other files are ignored",

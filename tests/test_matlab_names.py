@@ -107,6 +107,35 @@ def test_habits_with_networks(net):
         assert repr(copied) == repr(net)
 
 
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        (lambda net, store: dl.SGDM(lr=0.1), "SGDM: unknown argument lr: did you mean learning_r"),
+        (lambda net, store: dl.AdamW(weight_decay=0.1), "weight_decay: did you mean l2"),
+        (lambda net, store: dl.Adam(params=[]), "the optimizer receives the learnables in each"),
+        (lambda net, store: dl.SGDM(net.parameters), "positive, found a CountingDict"),
+        (lambda net, store: dl.train(net, store, epochs=3), "epochs: dl.TrainingOptions and the"),
+        (lambda net, store: dl.train(net, store, batch_size=32), "batch_size: dl.TrainingOption"),
+        (
+            lambda net, store: dl.Network([dl.ReLU], (1, 8, 8)),
+            "ReLU'> in it: write ReLU(...)",
+        ),
+        (lambda net, store: dl.Network(net.layers, 784), "expected input_shape=(C, H, W), got 784"),
+        (
+            lambda net, store: dl.Network([dl.Conv2D(3, 4, padding="SAME")], (1, 8, 8)),
+            "((top, bottom), (left, right)) or 'same', got 'SAME'",
+        ),
+        (lambda net, store: dl.save_model(net, "model.h5"), "expected a network, found str"),
+    ],
+)
+def test_other_habits_are_explained_in_one_line(net, use, text):
+    store = dl.ArrayDatastore(np.zeros((2, 1, 8, 8), np.uint8), [0, 1])
+    net.parameters = dict(net.parameters)
+    with pytest.raises((TypeError, ValueError, dl.UserError)) as raised:
+        use(net, store)
+    assert text in str(raised.value) and "\n" not in str(raised.value)
+
+
 def test_the_package_lists_its_public_names():
     public = {name.path.split(".")[1] for name in api_pages.public_names()}
     names = {name for name in dir(dl) if not name.startswith("__")}

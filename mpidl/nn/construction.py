@@ -39,7 +39,8 @@ def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
     counts: dict[str, int] = {}
     for layer in unnamed:
         if not isinstance(layer, Layer):
-            raise TypeError(f"expected a list of layers, got {layer!r} in it")
+            hint = f": write {layer.__name__}(...)" if isinstance(layer, type) else ""
+            raise TypeError(f"expected a list of layers, got {layer!r} in it{hint}")
         layer = copy.copy(layer)
         kind = type(layer).__name__.lower().removesuffix("2d")
         counts[kind] = counts.get(kind, 0) + 1

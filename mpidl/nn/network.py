@@ -97,6 +97,8 @@ class Network:
         batchnorm: str = "global",
     ) -> None:
         self.layers: list[Layer] = construction.name_layers(layers)
+        if isinstance(input_shape, int):
+            raise TypeError(f"expected input_shape=(C, H, W), got {input_shape}")
         self.input_shape: tuple[int, ...] = tuple(int(n) for n in input_shape)
         self.seed: int = seed or 0
         self.batchnorm = batchnorm

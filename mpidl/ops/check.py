@@ -99,15 +99,15 @@ def pair(name: str, option: str, value: Any, minimum: int) -> Pair:
     return both
 
 
-def pads(name: str, value: Any, option: str = "padding") -> Sides:
+def pads(name: str, value: Any, option: str = "padding", alternative: str = "") -> Sides:
     """Return padding as ((top, bottom), (left, right)).
 
     Parameters
     ----------
     value
         An integer, (down, across) or ((top, bottom), (left, right)), in pixels.
-    option
-        Name of the option, for error messages.
+    option, alternative
+        Name of the option and a further form of the value, for error messages.
 
     Raises
     ------
@@ -119,7 +119,7 @@ def pads(name: str, value: Any, option: str = "padding") -> Sides:
     if len(both) != 2 or len(sides) != 4 or not all(_is_integer(v, 0) for v in sides):
         raise ValueError(
             f"{name}: {option} must be an integer >= 0, (down, across) or ((top, bottom), (left, "
-            f"right)), got {value!r}"
+            f"right)){alternative}, got {value!r}"
         )
     return both
 
@@ -146,5 +146,5 @@ def same_or_pads(
         Size, stride and dilation of the filters or windows, each (down, across).
     """
     if value != "same":
-        return pads(name, value)
+        return pads(name, value, alternative=" or 'same'")
     return shapes.same_padding(image, size, stride, dilation)

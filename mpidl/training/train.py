@@ -14,6 +14,7 @@ from mpidl.comm.failure import Signals
 from mpidl.data.checks import empty_classes_warning
 from mpidl.data.datastore import Datastore
 from mpidl.evaluation.validation import held_out
+from mpidl.matlab_names import explain_arguments
 from mpidl.nn import Network
 from mpidl.report import Console
 from mpidl.training import hooks as hook_classes
@@ -27,6 +28,7 @@ from mpidl.training.progress import Result
 from mpidl.training.trainer import Trainer
 
 
+@explain_arguments
 def train(
     net: Network,
     datastore: Datastore,

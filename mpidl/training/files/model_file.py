@@ -29,6 +29,7 @@ from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.files import check_regular, stamp, write_whole
+from mpidl.losses.checks import need_network
 from mpidl.nn import Layer, Network
 from mpidl.text import name_list
 
@@ -294,6 +295,7 @@ def save_model(
         If the number of classes differs from the number of outputs, or if the file cannot be
         written.
     """
+    need_network(net)
     classes = net.classes if classes is None else tuple(map(str, classes))
     if classes and net.output_shape[:1] != (len(classes),):
         raise UserError(

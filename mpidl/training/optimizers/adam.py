@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpidl.matlab_names import explain_arguments
 from mpidl.training.optimizers.chain import FusedTail, fuses
 from mpidl.training.optimizers.solvers import Factors, Solver
 from mpidl.training.optimizers.transforms import (
@@ -210,6 +211,7 @@ class Adam(Solver):
     title = "Adam"
     defaults = Solver.defaults | {"squared_gradient_decay_factor": 0.999}
 
+    @explain_arguments
     def __init__(
         self,
         learning_rate: float | None = None,
@@ -274,6 +276,7 @@ class AdamW(Solver):
     defaults = Adam.defaults | {"l2": 0.01}
     decouples_decay = True
 
+    @explain_arguments
     def __init__(
         self,
         learning_rate: float | None = None,

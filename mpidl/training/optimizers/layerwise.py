@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mpidl.matlab_names import explain_arguments
 from mpidl.training.optimizers.adam import AdamW, CorrectedAdamMoments
 from mpidl.training.optimizers.chain import FusedTail, fuses
 from mpidl.training.optimizers.sgdm import momentum_of
@@ -171,6 +172,7 @@ class LARS(Solver):
     title = "LARS"
     defaults = Solver.defaults | {"learning_rate": 1.0}
 
+    @explain_arguments
     def __init__(
         self,
         learning_rate: float | None = None,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpidl.matlab_names import explain_arguments
 from mpidl.training.optimizers.chain import FusedTail, fuses
 from mpidl.training.optimizers.solvers import Factors, Solver
 from mpidl.training.optimizers.transforms import (
@@ -113,6 +114,7 @@ class RMSProp(Solver):
     title = "RMSProp"
     defaults = Solver.defaults | {"squared_gradient_decay_factor": 0.9}
 
+    @explain_arguments
     def __init__(
         self,
         learning_rate: float | None = None,

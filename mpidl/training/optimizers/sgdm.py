@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mpidl.matlab_names import explain_arguments
 from mpidl.training.optimizers.chain import FusedTail, fuses
 from mpidl.training.optimizers.solvers import Factors, Solver
 from mpidl.training.optimizers.transforms import (
@@ -130,6 +131,7 @@ class SGDM(Solver):
     title = "SGD with momentum"
     defaults = Solver.defaults | {"learning_rate": 0.01}
 
+    @explain_arguments
     def __init__(
         self,
         learning_rate: float | None = None,

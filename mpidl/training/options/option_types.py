@@ -214,6 +214,8 @@ def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> 
         kind = kind if converted is None else ""
         try:
             shown_value = repr(value) if isinstance(value, str) and not text else str(value)
+            if "\n" in shown_value and not isinstance(value, str):  # such as arrays
+                shown_value = f"a {type(value).__name__}"
         except RecursionError:  # deeply nested lists
             shown_value = f"a {type(value).__name__} that is nested too deeply"
         raise UserError(f"{spelled} must be {kind}{rule.requirement}, found {shown_value}")
