@@ -55,6 +55,7 @@ CROSS_CUTTING = {
     "data/formats/test_fuzz_data.py": "damaged files of all formats",
     "backends/gpu/test_cupy_names.py": "every name of CuPy that mpidl uses",
     "evaluation/test_undefined_scores.py": "metrics of NaN scores and of ignored labels",
+    "backends/gpu/test_cupy_on_host.py": "the stand-in for CuPy on host memory",
     "interchange/test_fuzz_weights.py": "damaged weight files",
     "nn/test_gelu.py": "GELU, from its layer to trainings",
     "nn/test_layer_arguments.py": "arguments of layers in other libraries",

@@ -1,15 +1,20 @@
-"""`run/gpu-check`: run all checks and measurements that need a GPU.
+"""`run/gpu-check`: run the checks and measurements that need a GPU, in two calls.
 
 Each stage is a process with a time limit. A stage that exceeds its limit is stopped and reported,
-and the remaining stages still run. The results of all stages are written to a folder, as JSON and
-as Markdown for docs/BENCHMARKS.md. The exit code is 0 if all checks passed, 1 if a check failed or
-did not run, and 2 if there is no usable GPU.
+and the remaining stages still run. After each stage, the results of the call so far are written to
+one archive, as JSON and as Markdown for docs/BENCHMARKS.md, with the output of the stages. The exit
+code is 0 if all checks passed, 1 if a check failed or did not run, and 2 if there is no usable GPU.
 """
 
+import glob
+import io
 import os
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
+import threading
 import time
 from typing import NamedTuple
 
@@ -32,21 +37,31 @@ class Stage(NamedTuple):
     required: bool = True
 
 
-# The last stage also gets the time that the earlier stages did not use.
-STAGES = (
-    Stage("machine", "versions; all kernels compile", 90),
-    Stage("parity", "each op at the networks' sizes against float64 NumPy", 60),
-    Stage("training", "training compared with the CPU's; accuracy", 75),
-    Stage("identity", "the same bytes on repeats, without graphs, on 1, 2, 4 ranks, resumed", 75),
-    Stage("tests", "the kernels' tests", 60, required=False),
-    Stage("sanitizer", "compute-sanitizer", 60, required=False),
-    Stage(
-        "timing", "the step compared with PyTorch's; the time of each kernel", 170, required=False
+_MACHINE = "versions; all kernels of this call compile"
+# {call: stages}. What matters most comes first. The last stage also gets the time that the earlier
+# stages did not use.
+CALLS = {
+    "quick": (
+        Stage("machine", _MACHINE, 60),
+        Stage("parity", "each op of three networks, and every op, against float64 NumPy", 60),
+        Stage("training", "training compared with the CPU's; accuracy", 45),
+        Stage("timing", "steps compared with PyTorch's; the time of each kernel", 85, False),
     ),
-)
-LIMIT = 590  # total time limit in seconds
+    "second": (
+        Stage("machine", _MACHINE, 60),
+        Stage("memcheck", "memory accesses, by compute-sanitizer", 55, False),
+        Stage("racecheck", "races, by compute-sanitizer", 55, False),
+        Stage(
+            "identity", "the same bytes on repeats, without graphs, on 1, 2, 4 ranks, resumed", 80
+        ),
+        Stage("tests", "the kernels' tests, with the kernels that training uses", 70, False),
+        Stage("timing", "ResNet-50 compared with PyTorch's; the time of each kernel", 80, False),
+    ),
+}
+LIMITS = {"quick": 250, "second": 400}  # total time limits in seconds
 GRACE = 3  # extra seconds, so that a stage that watches its time limit can end by itself
-NAMES = [stage.name for stage in STAGES]
+NAMES = list(dict.fromkeys(stage.name for stages in CALLS.values() for stage in stages))
+PACKED = ("*.json", "*.md", "*.log", "*.txt")
 
 
 def main(argv=None, find_gpus=visible, stage_command=None):
@@ -59,8 +74,8 @@ def main(argv=None, find_gpus=visible, stage_command=None):
     find_gpus : callable
         Returns the visible GPUs, as `visible` does.
     stage_command : callable or None
-        Returns the command line of a stage, given its name, the folder and its time limit in
-        seconds.
+        Returns the command line of a stage, given its name, the folder, its time limit in seconds,
+        the call and the sizes.
 
     Raises
     ------
@@ -71,50 +86,66 @@ def main(argv=None, find_gpus=visible, stage_command=None):
     gpus = find_gpus()
     if not gpus.gpus:
         raise UserError(f"gpu-check requires a GPU that mpidl can use: {gpus.reason}")
-    gpu = gpus.gpus[0].name
     os.makedirs(options.out, exist_ok=True)
-    for name in NAMES:
-        path = os.path.join(options.out, f"{name}.json")
-        if name in options.stages and os.path.exists(path):
-            os.unlink(path)  # left by an earlier check
-    print(f"{gpu}; results go to {options.out}", flush=True)
-    busy, deadline = thread_budget.busy_share(), time.monotonic() + options.limit
-    outcomes, stages = {}, [stage for stage in STAGES if stage.name in options.stages]
-    for stage in stages:
-        left = deadline - time.monotonic()
-        seconds = left if stage is stages[-1] else min(stage.seconds, left)
-        print(f"== {stage.name}: {stage.text} (at most {max(seconds, 0):.0f} s)", flush=True)
-        if seconds < 1:
-            outcomes[stage.name] = "no time left"
-        else:
-            command = (stage_command or _command)(stage.name, options.out, seconds)
-            outcomes[stage.name] = run(command, seconds)
-        if outcomes[stage.name]:
-            print(f"  {stage.name}: {outcomes[stage.name]}", flush=True)
-    problems, notes = verdict(options.out, stages, outcomes)
-    _write(options.out, outcomes, {"gpu": gpu, "busy_before": busy, "failed": problems})
-    print(f"written: {os.path.join(options.out, 'gpu-check.md')}")
+    calls = [call for call in CALLS if getattr(options, call)] or list(CALLS)
+    codes = [_call(call, options, gpus.gpus[0].name, stage_command or _command) for call in calls]
+    return max(codes)
+
+
+def _call(call, options, gpu, stage_command):
+    """Run the stages of a call, and return the exit code."""
+    limit, archive = options.limit or LIMITS[call], os.path.join(options.out, f"{call}.tar")
+    print(f"{gpu}; results go to {archive}", flush=True)
+    busy, deadline = thread_budget.busy_share(), time.monotonic() + limit
+    outcomes: dict[str, str] = {}
+    stages = [stage for stage in CALLS[call] if stage.name in options.stages]
+    with tempfile.TemporaryDirectory(prefix="mpidl-gpu-check-") as folder:
+        for stage in stages:
+            left = deadline - time.monotonic()
+            seconds = min(stage.seconds * limit / LIMITS[call], left)
+            seconds = left if stage is stages[-1] else seconds
+            print(f"== {stage.name}: {stage.text} (at most {max(seconds, 0):.0f} s)", flush=True)
+            if seconds < 1:
+                outcomes[stage.name] = "no time left"
+            else:
+                words = stage.name, folder, seconds, call, "small" if options.small else "full"
+                log = os.path.join(folder, f"{stage.name}.log")
+                outcomes[stage.name] = run(stage_command(*words), seconds, log)
+            if outcomes[stage.name]:
+                print(f"  {stage.name}: {outcomes[stage.name]}", flush=True)
+            is_last = stage is stages[-1]
+            problems, notes = verdict(folder, stages, outcomes, is_last)
+            _write(folder, call, outcomes, {"gpu": gpu, "busy_before": busy, "failed": problems})
+            pack(folder, archive)
+    print(f"written: {archive}")
     remarks = "; ".join(notes)
     if problems:
         print(f"failed: {'; '.join(problems)}" + (f" ({remarks})" if remarks else ""))
         return 1
-    print(f"all passed{f', but {remarks}' if remarks else ''}")
+    print(f"all passed{f', but {remarks}' if remarks else ''}", flush=True)
     return 0
 
 
 def _arguments(argv):
-    """Parse the options --out, --stages and --limit; raise UserError if one is invalid."""
-    texts = "\n".join(f"  {stage.name:10}{stage.text}" for stage in STAGES)
+    """Parse the options; raise UserError if one is invalid."""
+    texts = "\n".join(
+        f"  {call:9}{stage.name:10}{stage.text}" for call in CALLS for stage in CALLS[call]
+    )
     parser = Parser("benchmarks.gpu.check", f"Check and measure on a GPU.\n\n{texts}", False)
     parser.prog = "run/gpu-check"
+    for call, text in (("quick", "the first call"), ("second", "the second call")):
+        parser.add_argument(f"--{call}", action="store_true", help=f"run only {text}")
     default = os.environ.get("OUT") or "gpu-check-results"
-    text = "folder for the results ($OUT, or ./%(default)s)"
+    text = "folder for the archives quick.tar and second.tar ($OUT, or ./%(default)s)"
     parser.text("--out", "DIR", text, default=default)
     parser.text(
         "--stages", "NAME,NAME,...", "run only these stages (all)", default=NAMES, type=_stages
     )
-    text = "time limit for all stages in seconds (%(default)s)"
-    parser.text("--limit", "SECONDS", text, default=LIMIT, type=count("--limit"))
+    limits = ", ".join(f"{call} {seconds}" for call, seconds in LIMITS.items())
+    text = f"time limit of a call in seconds, by which the stages' limits scale ({limits})"
+    parser.text("--limit", "SECONDS", text, default=None, type=count("--limit"))
+    text = "small networks and data, PyTorch on the CPU: a try of the check, not of the GPU"
+    parser.add_argument("--small", action="store_true", help=text)
     return parser.parse(argv)
 
 
@@ -127,15 +158,26 @@ def _stages(text):
     return names
 
 
-def _command(name, folder, seconds):
-    return [sys.executable, "-m", "benchmarks.gpu.stage", name, folder, str(seconds)]
+def _command(name, folder, seconds, call, sizes):
+    words = name, folder, str(seconds), call, sizes
+    return [sys.executable, "-u", "-m", "benchmarks.gpu.stage", *words]
 
 
-def run(command, seconds):
-    """Run a stage, and stop all its processes at the end. Return "" or the reason of a failure."""
+def run(command, seconds, log):
+    """Run a stage, and stop all its processes at the end. Return "" or the reason of a failure.
+
+    The output is printed and written to the file `log`.
+    """
     process = subprocess.Popen(
-        command, env=environment(), stdin=subprocess.DEVNULL, start_new_session=True
+        command,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
+    copier = threading.Thread(target=_copy_lines, args=(process.stdout, log), daemon=True)
+    copier.start()
     try:
         code = process.wait(seconds + GRACE)
         return "" if code in (0, 1) else f"ended with exit code {code}"
@@ -149,12 +191,26 @@ def run(command, seconds):
                 break
             time.sleep(0.5)
         process.wait()
+        copier.join(2)
 
 
-def verdict(folder, stages, outcomes):
-    """Return two lists of messages: failures, and optional stages that did not finish."""
+def _copy_lines(source, path):
+    with source, open(path, "wb") as log:
+        for line in source:
+            log.write(line)
+            log.flush()
+            print(line.decode(errors="replace"), end="", flush=True)
+
+
+def verdict(folder, stages, outcomes, is_last=True):
+    """Return two lists of messages: failures, and optional stages that did not finish.
+
+    Unless `is_last`, stages without an outcome are still to come.
+    """
     problems, notes = [], []
     for stage in stages:
+        if stage.name not in outcomes and not is_last:
+            continue
         record = report.load(folder, stage.name)
         checks = [] if record is None else record["checks"]
         failed = [check["what"] for check in checks if not check["passed"]]
@@ -169,19 +225,31 @@ def verdict(folder, stages, outcomes):
     return problems, notes
 
 
-def _write(folder, outcomes, facts):
+def _write(folder, call, outcomes, facts):
     """Write gpu-check.json and gpu-check.md from the records of all stages that wrote one."""
-    records = [r for r in (report.load(folder, name) for name in NAMES) if r is not None]
+    names = [stage.name for stage in CALLS[call]]
+    records = [r for r in (report.load(folder, name) for name in names) if r is not None]
     for record in records:
         if outcomes.get(record["stage"]):
             record["notes"].append(outcomes[record["stage"]])
     date = time.strftime("%Y-%m-%d")
     path = os.path.join(folder, "gpu-check.json")
-    report.write_json(path, {"date": date, **facts, "stages": records})
+    report.write_json(path, {"call": call, "date": date, **facts, "stages": records})
     state = f"failed: {'; '.join(facts['failed'])}" if facts["failed"] else "all passed"
-    head = f"`./run/gpu-check` on one {facts['gpu']}, {date}: {state}.\n\n"
+    head = f"`./run/gpu-check --{call}` on one {facts['gpu']}, {date}: {state}.\n\n"
     text = head + report.markdown(records)
     write_whole(os.path.join(folder, "gpu-check.md"), text.encode())
+
+
+def pack(folder, archive):
+    """Write the results in a folder to an archive, which replaces an earlier one at once."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for path in sorted(
+            p for pattern in PACKED for p in glob.glob(os.path.join(folder, pattern))
+        ):
+            tar.add(path, os.path.basename(path))
+    write_whole(archive, content.getvalue())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compile the kernels of the networks' training steps on all cores, and report the time.
+"""Compile the kernels of a computation on all cores, before the computation runs on the GPU.
 
 A kernel that has been compiled before is read from its cache file (see `cubins`). The first run
 therefore measures compiling, and later runs measure reading.
@@ -6,14 +6,15 @@ therefore measures compiling, and later runs measure reading.
 
 import collections
 import concurrent.futures
+import contextlib
 import multiprocessing
 import os
 import time
 
-from benchmarks.mpidl_step import RecordedStep
+import numpy as np
+
 from mpidl.backends.gpu import kernels, launching, nvrtc
 
-BATCHES = {"digits": (128, 1024), "cifar": (256, 1024)}
 WORKERS = 16
 
 
@@ -33,20 +34,23 @@ class Collector:
     def launch(self, handle, launch):
         pass
 
+    def download(self, array, address):
+        array[...] = np.zeros((), array.dtype)  # no kernel has computed a value
 
-def units_of(world, network, batch, precision, **options):
-    """Record a training step without running it. Return the Units that the step needs."""
+
+@contextlib.contextmanager
+def collected(world):
+    """Launch no kernels within the `with` block. Yield {Unit: True} of the kernels it needs."""
     device, collector = world.device, Collector(world.device)
     world.device = launching.open(collector)
     try:
-        RecordedStep(world, network, batch, precision, graphs=False, **options)
+        yield collector.units
     finally:
         world.device = launching.open(device)
-    return list(collector.units)
 
 
-def check_all(report, world, batches=None, compile=None):
-    """Compile the kernels of the networks' training steps, in fp32 and tf32.
+def check_all(report, world, units=(), compile=None):
+    """Compile these Units, and one of each family that has none among them.
 
     Parameters
     ----------
@@ -54,21 +58,20 @@ def check_all(report, world, batches=None, compile=None):
         Receives the check.
     world : World
         A world of one rank on a GPU.
-    batches : dict or None
-        Batch sizes by network. None means BATCHES.
+    units : sequence of Unit
+        The Units.
     compile : callable or None
         Compiles a unit for an architecture. None means `seconds_of`.
     """
-    step_units, architecture = {}, world.device.architecture
-    for network, sizes in (BATCHES if batches is None else batches).items():
-        for batch in sizes:
-            for precision in ("fp32", "tf32"):
-                for unit in units_of(world, network, batch, precision):
-                    step_units[unit] = True
+    architecture = world.device.architecture
     number = int("".join(filter(str.isdigit, architecture)))
-    families = [f for f in kernels.families() if kernels.NEEDS.get(f, 0) <= number]
-    families = {f for f in families if not any(unit.family == f for unit in step_units)}
-    units = [*map(kernels.Unit, sorted(families)), *step_units]
+    families = {f for f in kernels.families() if kernels.NEEDS.get(f, 0) <= number}
+    families -= {unit.family for unit in units}
+    check(report, [*map(kernels.Unit, sorted(families)), *units], architecture, compile)
+
+
+def check(report, units, architecture, compile=None):
+    """Compile Units on all cores, and report errors and the time."""
     start = time.monotonic()
     failed = compile_all(units, architecture, compile or seconds_of)
     report.check(

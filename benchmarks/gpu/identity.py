@@ -1,25 +1,32 @@
 """Check that training gives the same weights, byte for byte.
 
 The checks compare repeated runs, runs with and without graphs, runs on several numbers of ranks
-that share the GPU, and runs that resume on a different number of ranks.
+that share the GPU, and runs that resume on a different number of ranks. Runs on the same number of
+ranks share processes, because starting these takes longer than training.
 """
 
-import functools
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from typing import Any, NamedTuple
 
 from benchmarks.turns import last_message
 from mpidl.comm.launcher import environment, launcher
 from mpidl.errors import UserError
 
-# An epoch has 71 iterations and ends with a smaller mini-batch. Only ITERATIONS exceeds an epoch.
-ITERATIONS, STOP = 90, 40
+
+class Run(NamedTuple):
+    """A training run: training options, the folder of its checkpoints, and whether to resume."""
+
+    name: str
+    options: dict[str, Any]
+    out: str | None = None
+    resume: bool = False
 
 
-def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=ITERATIONS, stop=STOP):
+def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=90, stop=40):
     """Train repeatedly, and compare the weights and losses.
 
     Parameters
@@ -27,8 +34,8 @@ def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=ITERATIO
     report : Report
         Receives the checks.
     start : callable
-        `start(name, ranks, options, out=None, resume=False)` trains and returns
-        {"losses", "sha256"}, or raises UserError.
+        `start(ranks, runs)` trains on a number of ranks. It returns ({name: {"losses", "sha256"}}
+        of the completed runs, the reason why the others are missing).
     ranks : tuple of int
         Numbers of ranks to compare with 1 rank.
     checkpoints : bool
@@ -37,46 +44,51 @@ def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=ITERATIO
         Iterations of a full run, and of the first part of a resumed run.
     """
     options = {"max_iterations": iterations, "epochs": 1000}
-
-    def run(name, *args, **keywords):
-        try:
-            return start(name, *args, **keywords)
-        except UserError as error:
-            report.check(name, False, str(error))
-            return None
-
-    first = run("once", 1, options)
-    if first is None:
-        return
-    report.fact("weights_sha256", f"{first['sha256']} after {iterations} iterations")
-    compare = functools.partial(_compare, report, first)
-    compare("again", run("again", 1, options))
-    compare("without graphs", run("without graphs", 1, options | {"graphs": "off"}))
-    for n in ranks:
-        compare(f"{n} ranks", run(f"{n} ranks", n, options))
     tf32 = options | {"precision": "tf32"}
-    tf32_first, tf32_second = (run(name, 1, tf32) for name in ("tf32", "tf32, again"))
-    if tf32_first is not None:
-        _compare(report, tf32_first, "tf32, again", tf32_second)
-        differs = tf32_first["sha256"] != first["sha256"]
-        report.check(
-            "tf32 is not fp32", differs, "other weights" if differs else "the same weights"
-        )
-    if not checkpoints:
-        return
-    for before, after in [(n, 1) for n in ranks[:1]] + [(1, n) for n in ranks[-1:]] or [(1, 1)]:
-        out, name = f"checkpoint-{before}-{after}", f"{before} rank(s), resumed on {after}"
-        part = run(name, before, options | {"max_iterations": stop}, out=out)
-        rest = part and run(f"{name}, the rest", after, options, out=out, resume=True)
-        if rest:
-            joined = {"losses": part["losses"] + rest["losses"], "sha256": rest["sha256"]}
-            compare(f"{name} after iteration {stop}", joined)
+    jobs = [(1, [Run("once", options), Run("without graphs", options | {"graphs": "off"})])]
+    jobs += [(n, [Run(f"{n} ranks", options)]) for n in ranks]
+    jobs += [(1, [Run("again", options), Run("tf32", tf32), Run("tf32, again", tf32)])]
+    pairs = [(n, 1) for n in ranks[:1]] + [(1, n) for n in ranks[-1:]] or [(1, 1)]
+    parts = {(a, b): f"{a} rank(s), resumed on {b}" for a, b in pairs if checkpoints}
+    for before, after in parts:
+        out, name = f"checkpoint-{before}-{after}", parts[before, after]
+        _job(jobs, before).append(Run(name, options | {"max_iterations": stop}, out))
+        jobs.append((after, [Run(f"{name}, the rest", options, out, True)]))
+    runs: dict[str, dict] = {}
+    for count, job in jobs:
+        results, reason = start(count, job)
+        runs |= results
+        for run in job:
+            if run.name not in results:
+                report.check(run.name, False, reason)
+        first = runs.get("once")
+        if first is None:
+            return
+        if job is jobs[0][1]:
+            report.fact("weights_sha256", f"{first['sha256']} after {iterations} iterations")
+        for name in ("again", "without graphs", *(f"{n} ranks" for n in ranks)):
+            if name in results:
+                _compare(report, first, name, results[name])
+        if "tf32" in results:
+            if "tf32, again" in results:
+                _compare(report, results["tf32"], "tf32, again", results["tf32, again"])
+            differs = results["tf32"]["sha256"] != first["sha256"]
+            text = "other weights" if differs else "the same weights"
+            report.check("tf32 is not fp32", differs, text)
+        for name in parts.values():
+            part, rest = runs.get(name), results.get(f"{name}, the rest")
+            if part and rest:
+                joined = {"losses": part["losses"] + rest["losses"], "sha256": rest["sha256"]}
+                _compare(report, first, f"{name} after iteration {stop}", joined)
+
+
+def _job(jobs, ranks):
+    """Return the runs of the first job on this number of ranks."""
+    return next(runs for count, runs in jobs if count == ranks)
 
 
 def _compare(report, expected, name, run):
-    """Check that a run gave the expected bytes. Skip a failed run (None), reported earlier."""
-    if run is None:
-        return
+    """Check that a run gave the expected bytes."""
     text = "the same weights and losses"
     if run != expected:
         pairs = zip(run["losses"], expected["losses"], strict=False)
@@ -87,48 +99,58 @@ def _compare(report, expected, name, run):
 
 
 class Starter:
-    """A callable for the argument `start` of `check_all`. It runs each training in processes.
+    """A callable for the argument `start` of `check_all`. It runs each job in processes.
 
     Parameters
     ----------
     folder : str
         Folder for the files that the runs write.
     data : str
-        File for `training.digits`.
+        File for `training.load`.
     left : callable
-        Returns the time limit for the next run in seconds.
+        Returns the time limit for the next job in seconds.
+    options : dict
+        Training options of all runs.
+    network : str
+        A value of `--network`.
     """
 
-    def __init__(self, folder, data, left):
+    def __init__(self, folder, data, left, options, network):
         self.folder, self.data, self.left = folder, data, left
+        self.options, self.network = options, network
 
-    def __call__(self, name, ranks, options, out=None, resume=False):
-        result = os.path.join(self.folder, f"{name.replace(' ', '-')}.json")
-        task = {
-            "data": self.data,
-            "options": options | {"device": "gpu"},
-            "out": None if out is None else os.path.join(self.folder, out),
-            "resume": resume,
-            "result": result,
-        }
-        if task["out"]:
-            os.makedirs(task["out"], exist_ok=True)
-        prefix = launcher(ranks) if ranks > 1 else []
-        module = "benchmarks.gpu.training"
+    def __call__(self, ranks, runs):
+        folder = os.path.join(self.folder, "identity")  # its files do not go into the archive
+        os.makedirs(folder, exist_ok=True)
+        paths = {run.name: os.path.join(folder, f"{run.name}.json") for run in runs}
+        described = []
+        for run in runs:
+            out = None if run.out is None else os.path.join(folder, run.out)
+            if out:
+                os.makedirs(out, exist_ok=True)
+            options = self.options | run.options | {"device": "gpu"}
+            entry = {"options": options, "out": out, "resume": run.resume}
+            described.append(entry | {"result": paths[run.name]})
+        task = {"data": self.data, "network": self.network, "runs": described}
+        prefix, reason = launcher(ranks) if ranks > 1 else [], "it was not reached"
         try:
             job = subprocess.run(
-                [*prefix, sys.executable, "-m", module, json.dumps(task)],
+                [*prefix, sys.executable, "-m", "benchmarks.gpu.training", json.dumps(task)],
                 env=environment(),
                 capture_output=True,
                 text=True,
                 timeout=max(self.left(), 1),
             )
+            if job.returncode:
+                reason = f"exit code {job.returncode}: {last_message(job.stderr)}"
         except subprocess.TimeoutExpired as late:
-            raise UserError(f"not finished after {late.timeout:.0f} s") from None
-        if job.returncode:
-            raise UserError(f"exit code {job.returncode}: {last_message(job.stderr)}")
-        with open(result) as file:
-            return json.load(file)
+            reason = f"not finished after {late.timeout:.0f} s"
+        results = {}
+        for name, path in paths.items():
+            if os.path.exists(path):
+                with open(path) as file:
+                    results[name] = json.load(file)
+        return results, reason
 
 
 def other_rank_counts(report):

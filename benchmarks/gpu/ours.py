@@ -3,6 +3,7 @@
 This side times a recorded step and each of its kernels.
 """
 
+import gc
 import sys
 
 import numpy as np
@@ -16,7 +17,9 @@ SHAPES = (
     ("P", "Q", "R", "S", "C", "K", "groups"),
     ("out_height", "out_width", "taps_down", "taps_across", "channels", "filters", "groups"),
 )
-DELAY_BYTES = 1 << 28  # bytes copied before a step, while the step's kernels queue up
+# Bytes to copy: before a step, while the step's kernels queue up, and to measure the rate. A small
+# GPU copies this part of its memory.
+DELAY_BYTES, RATE_BYTES, PART = 1 << 28, 1 << 30, 64
 
 
 def main(argv=None):
@@ -38,6 +41,7 @@ def main(argv=None):
 
     def drop():
         steps.clear()
+        gc.collect()  # frees the memory of programs in reference cycles
 
     def copy_rate():
         return bytes_per_second(world.device)
@@ -67,6 +71,7 @@ def kernel_times(step: RecordedStep, rounds: int, delay_bytes: int = DELAY_BYTES
     program, device = step.program, step.device
     timed = [TimedStep(part) for segment in program.segments for part in segment]
     original = program.segments, program.graphs
+    delay_bytes = min(delay_bytes, device.memory // PART)
     copies = [device.allocate(delay_bytes) for _ in range(2)]
     program.segments, program.graphs = [timed], None
     try:
@@ -164,8 +169,9 @@ def operations(launch) -> int:
     return 0
 
 
-def bytes_per_second(device, size: int = 1 << 30, rounds: int = 9) -> float:
+def bytes_per_second(device, size: int = RATE_BYTES, rounds: int = 9) -> float:
     """Return the bytes/s of a copy of `size` bytes on the device, counting reads and writes."""
+    size = min(size, device.memory // PART)
     first, second = (device.allocate(size) for _ in range(2))
     times = []
     for _ in range(rounds):

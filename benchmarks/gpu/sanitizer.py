@@ -6,11 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 from mpidl.comm.launcher import environment
 
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ERROR_CODE = 99  # exit code of the sanitizer if it finds an error
 
 
@@ -32,44 +30,52 @@ def find():
     return next((p for p in places if p and os.path.isfile(p) and os.access(p, os.X_OK)), None)
 
 
-def check_all(report, program, seconds, tools=TOOLS):
-    """Run the program `small` of `stage` under each tool, within a time limit in seconds."""
-    deadline = time.monotonic() + seconds
-    for number, tool in enumerate(tools):
-        share = (deadline - time.monotonic()) / (len(tools) - number)
-        if share < 2:
-            report.note(f"{tool}: no time left")
-            continue
-        _run(report, program, tool, share)
+def check(report, program, tool, seconds, folder):
+    """Run the program `small` of `stage` under a tool, within a time limit in seconds.
 
-
-def _run(report, program, tool, seconds):
+    Its output is in the file TOOL.txt of the folder, also if the time is up.
+    """
     command = [program, "--tool", tool, "--error-exitcode", str(ERROR_CODE)]
     command += ["--racecheck-report", "all"] if tool == "racecheck" else []
-    command += [sys.executable, "-m", "benchmarks.gpu.stage", "small"]
-    try:
-        job = subprocess.run(
-            command,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired:
-        report.note(f"{tool}: not finished within {seconds:.0f} s")
-        return
-    report.check(f"compute-sanitizer {tool}", job.returncode == 0, summary(job.stdout))
+    command += ["--print-limit", "20", sys.executable, "-u", "-m", "benchmarks.gpu.stage", "small"]
+    path, code = os.path.join(folder, f"{tool}.txt"), None
+    with open(path, "w") as output:
+        try:
+            code = subprocess.run(
+                command,
+                env=environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=max(seconds - 2, 1),
+            ).returncode
+        except subprocess.TimeoutExpired:
+            report.note(f"{tool}: not finished within {seconds:.0f} s")
+    with open(path) as output:
+        text = output.read()
+    messages = findings(text)
+    if code is not None:
+        report.check(f"compute-sanitizer {tool}", code == 0, summary(text))
+    elif messages:
+        report.check(f"compute-sanitizer {tool}, so far", False, messages[0][:300])
+    else:
+        checks = text.count("  ok ")
+        report.check(f"compute-sanitizer {tool}, so far", True, f"no finding; {checks} checks done")
+
+
+def findings(output: str) -> list[str]:
+    """Return the messages of the sanitizer in its output, without its heading and summary."""
+    lines = [line.strip() for line in output.splitlines() if line.strip().startswith("=====")]
+    messages = [line.removeprefix("=========").strip() for line in lines]
+    heads = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY")
+    return [text for text in messages if text and not text.startswith(heads)]
 
 
 def summary(output: str) -> str:
     """Return the summary and the first finding of the sanitizer, or else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    messages = [x.removeprefix("=========").strip() for x in lines if x.startswith("=====")]
-    result = next((line for line in messages if "SUMMARY" in line), None)
-    heads = ("COMPUTE-SANITIZER", "ERROR SUMMARY")
-    first = next((line for line in messages if line and not line.startswith(heads)), None)
+    result = next((line for line in lines if line.startswith("=====") and "SUMMARY" in line), None)
     if result is None:
-        return (messages or lines or ["no output"])[-1][:300]
+        return (findings(output) or lines or ["no output"])[-1][:300]
+    result = result.removeprefix("=========").strip()
     clean = result.endswith(("0 errors", "(0 errors, 0 warnings)"))
-    return result if clean or first is None else f"{result}; {first}"[:300]
+    return result if clean else "; ".join([result, *findings(output)[:1]])[:300]

@@ -1,13 +1,15 @@
 """`python -m benchmarks gpu`: compare mpidl's step with PyTorch's on one GPU; time the kernels.
 
-mpidl's step and PyTorch's run in separate processes that take turns: one process works while the
-other processes wait in a read. CUDA events around consecutive steps give the times. The tables show
-medians over the rounds. Only steps of the same precision are compared: fp32 (mpidl's kernels
+mpidl's step and PyTorch's run in separate processes, on the same GPU: one process works while the
+other waits in a read. Each variant is built, timed and freed before the next, so that a network may
+fill the memory. CUDA events around consecutive steps give the times. The tables show medians over
+the rounds. Only steps of the same precision are compared: fp32 (mpidl's kernels
 compute each product as three TF32 products) with PyTorch without TF32, and TF32 with TF32. The
 tables also list PyTorch's times in bf16.
 """
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -19,13 +21,26 @@ from mpidl.backends.gpu.discovery import visible
 from mpidl.comm.launcher import environment
 from mpidl.errors import Fault, UserError
 
-OURS = ("fp32", "tf32")
-VARIANTS = {  # PyTorch's variants by precision; COMPILED runs last, because it takes minutes
-    "fp32": ("eager", "channels_last", "graph", "graph+channels_last"),
-    "tf32": ("eager", "channels_last", "graph", "graph+channels_last"),
-    "bf16": ("channels_last", "graph+channels_last"),
-}
+FIRST = "ours", "graphs", "fp32"  # timed first, and once more after all other variants
+# (side, variant, precision) in the order of timing: all steps are timed in a group before the next
+# group. Compiled variants are last, because they take minutes.
 COMPILED = "compile+channels_last"
+PRECISIONS = "fp32", "tf32", "bf16"
+GROUPS = (
+    (FIRST,),
+    (
+        ("ours", "graphs", "tf32"),
+        *(("theirs", "graph+channels_last", precision) for precision in PRECISIONS),
+    ),
+    (
+        ("ours", "no graphs", "fp32"),
+        *(("theirs", "eager", precision) for precision in PRECISIONS[:2]),
+        *(("theirs", "channels_last", precision) for precision in PRECISIONS),
+        *(("theirs", "graph", precision) for precision in PRECISIONS[:2]),
+        FIRST,
+    ),
+    tuple(("theirs", COMPILED, precision) for precision in PRECISIONS),
+)
 # Largest relative differences of the first loss that rounding can explain.
 SAME_LOSS = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 2e-2}
 TURN = 0.03  # duration of a turn in seconds
@@ -47,7 +62,7 @@ def main(options: argparse.Namespace) -> dict:
     return record
 
 
-def measure(report, settings, rounds, limit, gpu):
+def measure(report, settings, rounds, limit, gpu, torch_device="cuda"):
     """Time as many settings as the time limit allows, and fill the report.
 
     Parameters
@@ -55,17 +70,23 @@ def measure(report, settings, rounds, limit, gpu):
     report : Report
         Receives tables, facts and checks.
     settings : list of tuple
-        Pairs (network, batch size).
+        Pairs (network, batch size), or triples that end in the image shape.
     rounds : int
         Number of turns of each variant.
     limit : float
         Time limit in seconds.
     gpu : str
         Name of the GPU.
+    torch_device : str
+        PyTorch's device. "cpu" tries the benchmark, and its times mean nothing.
     """
     deadline = time.monotonic() + limit
+    if torch_device == "cpu":
+        report.note("PyTorch computes on the CPU: its times are no times of a GPU")
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
-        sides = Sides(folder, deadline)
+        sides = Sides(folder, deadline, torch_device)
+        if not sides.torch:
+            report.note("PyTorch's side is skipped: it is not installed")
         try:
             take_turns(report, [Timing(*setting) for setting in settings], rounds, sides, gpu)
         finally:
@@ -74,24 +95,21 @@ def measure(report, settings, rounds, limit, gpu):
 
 
 def take_turns(report, results, rounds, sides, gpu):
-    """Ask the Sides for all measurements, and store these in the Timings and the report."""
+    """Ask the Sides for all measurements, and store these in the Timings and the report.
+
+    Only one step is in the GPU's memory at a time.
+    """
     rate = _rates(report, sides, gpu)
-    for result in results:
-        if sides.left() < 10:
-            report.note(f"{result.name}: no time left")
-            continue
-        _time_uncompiled(report, result, rounds, sides)
-        result.kernels = _ask(report, sides, "ours", "kernels", f"{result.name} fp32", rounds)
-        _add_tables(report, results, rate)
-        sides.drop()
-    for precision in VARIANTS if sides.torch else ():
+    for group in GROUPS:
+        is_slow = any(variant == COMPILED for _, variant, _ in group)
         for result in results:
-            if sides.left() < COMPILE_SECONDS:
-                report.note(f"{result.name}, {precision}: no time left for torch.compile")
-            elif result.ms:
-                _time_compiled(report, result, precision, rounds, sides)
-                _add_tables(report, results, rate)
+            for key in group if sides.torch else [key for key in group if key[0] == "ours"]:
+                if sides.left() < (COMPILE_SECONDS if is_slow else 5):
+                    report.note(f"{result.name}, {' '.join(key)}: no time left")
+                    continue
+                _time(report, sides, result, key, rounds)
                 sides.drop()
+                _add_tables(report, results, rate)
     for result in results:
         compare_losses(report, result)
 
@@ -105,21 +123,21 @@ class Timing:
 
     def __init__(self, network, batch, image=None):
         self.network, self.batch, self.image = network, batch, image
-        self.name = f"{network} {batch}"
+        self.name = f"{os.path.basename(network).rpartition(':')[2]} {batch}"
         self.work = floors.work(subject.network(network, image))
         self.ms, self.losses, self.kernels = {}, {}, None
-
-    def step_options(self, **options):
-        """Return the keyword arguments of a step: network, batch, image and the given arguments."""
-        return {"network": self.network, "batch": self.batch, "image": self.image, **options}
 
 
 class Sides:
     """The processes that take turns. A process starts when it is first asked."""
 
-    def __init__(self, folder, deadline):
+    def __init__(self, folder, deadline, torch_device="cuda"):
         self.folder, self.deadline, self.alive, self.count = folder, deadline, {}, 0
-        self.torch = torch_step.is_installed()
+        self.torch, self.torch_device = torch_step.is_installed(), torch_device
+        self.environment = environment()
+        # Both sides use the first visible GPU, whatever else is visible.
+        first = self.environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        self.environment["CUDA_VISIBLE_DEVICES"] = first
 
     def left(self):
         """Return the seconds until the deadline."""
@@ -133,8 +151,11 @@ class Sides:
         if kind not in self.alive:
             self.count += 1
             command = [sys.executable, "-m", f"benchmarks.gpu.{kind}"]
+            command += [self.torch_device] if kind == "theirs" else []
             name, patience = f"{kind}-{self.count}", max(self.left(), 10)
-            self.alive[kind] = turns.Side(name, [command], 1, environment(), self.folder, patience)
+            self.alive[kind] = turns.Side(
+                name, [command], 1, self.environment, self.folder, patience
+            )
         try:
             return self.alive[kind].ask(*question)[0]
         except turns.Lost as lost:
@@ -170,7 +191,7 @@ def _ask(report, sides, kind, *question):
 def _rates(report, sides, gpu):
     """Return the Rates for the floors. Report these Rates and the measured rates as facts."""
     copy = _ask(report, sides, "ours", "copy_rate")
-    products = _ask(report, sides, "theirs", "product_rates") if sides.torch else None
+    products = _ask(report, sides, "theirs", "rates") if sides.torch else None
     if copy:
         report.fact("copy within the GPU, measured", f"{copy / 1e12:.2f} TB/s")
     if products:
@@ -187,62 +208,30 @@ def _rates(report, sides, gpu):
     return rate
 
 
-def _time_uncompiled(report, result, rounds, sides):
-    """Time our step and all PyTorch variants that are not compiled."""
-    prepared = {}
-    for precision in OURS:
-        _prepare(report, sides, prepared, result, "ours", "graphs", precision)
-    _prepare(report, sides, prepared, result, "ours", "no graphs", OURS[0])
-    if sides.torch:
-        for precision, variants in VARIANTS.items():
-            for variant in variants:
-                _prepare(report, sides, prepared, result, "theirs", variant, precision)
-    _time(report, sides, prepared, result, rounds)
-
-
-def _time_compiled(report, result, precision, rounds, sides):
-    """Time the compiled PyTorch variant in turns with our step."""
-    prepared = {}
-    if not _prepare(report, sides, prepared, result, "theirs", COMPILED, precision):
-        return
-    if precision in OURS:
-        _prepare(report, sides, prepared, result, "ours", "graphs", precision)
-    _time(report, sides, prepared, result, rounds)
-
-
-def _prepare(report, sides, prepared, result, kind, variant, precision):
-    """Let a side build a step; add it to `prepared`, {name: key}. Return whether this worked."""
-    if kind == "ours":
-        options = result.step_options(precision=precision, graphs=variant == "graphs")
-        name = f"{result.name} {precision}" + ("" if options["graphs"] else " no graphs")
-    else:
-        options = result.step_options(precision=precision, variant=variant)
-        name = f"{result.name} {variant} {precision}"
+def _time(report, sides, result, key, rounds):
+    """Let a side build a step, and time it in turns. The first turn sets the number of steps."""
+    kind, variant, precision = key
+    options = {"network": result.network, "batch": result.batch, "image": result.image}
+    options |= {"precision": precision}
+    options |= {"graphs": variant == "graphs"} if kind == "ours" else {"variant": variant}
+    name = f"{result.name} {variant} {precision}"
     losses = _ask(report, sides, kind, "prepare", name, options)
     if losses is None:
-        return False
-    key = kind, variant, precision
+        return
     result.losses.setdefault(key, losses)
-    prepared[name] = key
-    return True
-
-
-def _time(report, sides, prepared, result, rounds):
-    """Time all prepared steps in turns. The first round sets the number of steps per turn."""
-    counts, times = {}, {name: [] for name in prepared}
-    for number, name in turns.alternate(prepared, rounds + 1):
-        if name not in times or sides.left() < 1:
-            continue
-        ms = _ask(report, sides, prepared[name][0], "run", name, counts.get(name, 3))
+    count, times = 3, []
+    for number in range(rounds + 1):
+        ms = _ask(report, sides, kind, "run", name, count) if sides.left() > 1 else None
         if ms is None:
-            del times[name]
-        elif number == 0:
-            counts[name] = turns.steps_for(ms / 1e3, TURN, 400)
+            break
+        if number == 0:
+            count = turns.steps_for(ms / 1e3, TURN, 400)
         else:
-            times[name].append(ms)
-    for name, values in times.items():
-        if values:
-            result.ms.setdefault(prepared[name], []).extend(values)
+            times.append(ms)
+    if times:
+        result.ms.setdefault(key, []).extend(times)
+    if key == FIRST and result.kernels is None and sides.left() > 1:
+        result.kernels = _ask(report, sides, "ours", "kernels", name, rounds)
 
 
 def compare_losses(report, result):

@@ -1,10 +1,11 @@
-"""Run one stage of the GPU check: `python -m benchmarks.gpu.stage NAME FOLDER SECONDS`.
+"""Run one stage of the GPU check: `python -m benchmarks.gpu.stage NAME FOLDER SECONDS CALL SIZES`.
 
-FOLDER/NAME.json holds the results, even if the stage is stopped early. `python -m
-benchmarks.gpu.stage small` is the program for compute-sanitizer: it runs all ops on a few images
-and a short training run.
+FOLDER/NAME.json holds the results, even if the stage is stopped early. CALL is "quick" or "second",
+SIZES "full" or "small". `python -m benchmarks.gpu.stage small` is the program for
+compute-sanitizer: it runs the ops of small networks, and a short training run.
 """
 
+import functools
 import importlib.util
 import os
 import platform
@@ -13,18 +14,18 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
-from benchmarks import arguments
 from benchmarks.gpu import compiling, identity, parity, sanitizer, speed, training
+from benchmarks.gpu.sizes import BY_NAME, SMALL
+from benchmarks.mpidl_step import RecordedStep
 from benchmarks.report import Report
 from mpidl.backends.gpu.discovery import versions, visible
 from mpidl.cli import start
 from mpidl.comm import World, failure
 from mpidl.comm.launcher import environment
-from mpidl.nn import AveragePool2D, BatchNorm, Conv2D, Dense, MaxPool2D, Network, ReLU, zoo
 from mpidl.training.options import configuration
 
-EPOCHS = 20  # epochs of training by the recipe of the digits network
 # Optional packages and their uses; the check needs only NumPy and CuPy.
 PACKAGES = {
     "mpi4py": "more than one rank",
@@ -43,10 +44,10 @@ def main(argv=None):
     name, *rest = sys.argv[1:] if argv is None else argv
     if name == "small":
         return small(gpu_world())
-    folder, seconds = rest
+    folder, seconds, call, sizes = rest
     report = Report(name, folder)
     try:
-        STAGES[name](report, folder, float(seconds))
+        STAGES[name](report, folder, float(seconds), call, BY_NAME[sizes])
     except Exception as error:
         traceback.print_exc()
         text = " ".join(str(error).split())[:300]
@@ -70,11 +71,25 @@ def cpu_world():
     return world
 
 
-def machine_stage(report, folder, seconds):
-    """Report the versions, and how long the kernels of the networks take to compile."""
+def machine_stage(report, folder, seconds, call, sizes):
+    """Report the versions, and compile the kernels of this call's other stages on all cores."""
     world = gpu_world()
     facts(report, world.device)
-    compiling.check_all(report, world)
+    compiling.check_all(report, world, units_of(world, call, sizes))
+
+
+def units_of(world, call, sizes):
+    """Return the Units of the other stages' kernels, found without running a kernel."""
+    with compiling.collected(world) as units:
+        for network, batch, image in sizes.timing[call]:
+            for precision in ("fp32", "tf32"):
+                RecordedStep(world, network, batch, precision, graphs=False, image=image)
+        for net in (sizes if call == "quick" else SMALL).nets().values():
+            for _, precision, direct, _ in parity.KINDS:
+                with parity.arithmetic(precision, direct):
+                    parity.step(world, net)
+        parity.run_table(parity.table(sizes.each_function_once), parity.gpu_results)
+    return list(units)
 
 
 def facts(report, device):
@@ -114,67 +129,74 @@ def _driver():
     return match[0] if match else None
 
 
-def parity_stage(report, folder, seconds):
-    """Check all ops at the sizes of the zoo's networks."""
-    gpu_world()
-    parity.check_all(report, {name: make() for name, make in zoo.NETWORKS.items()})
+def parity_stage(report, folder, seconds, call, sizes):
+    """Check the ops of networks, and every op."""
+    world = gpu_world()
+    parity.check_networks(report, world, sizes.nets())
+    parity.check_table(report, parity.table(sizes.each_function_once))
 
 
-def tests_stage(report, folder, seconds):
+def tests_stage(report, folder, seconds, call, sizes):
     """Run the tests of the kernels on the real GPU instead of the emulated one."""
-    tests = os.path.join(_root(), "tests", "backends")
-    if importlib.util.find_spec("pytest") is None or not os.path.isdir(tests):
+    if importlib.util.find_spec("pytest") is None or not os.path.isdir(parity.tests_folder()):
         report.note("skipped: pytest is not installed, or this is not a checkout")
         return
     variables = environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    words = ["-m", "pytest", tests, "--device", "cuda", "--slow", "all", "-q"]
-    words += ["-p", "no:cacheprovider"]
-    with open(os.path.join(folder, "tests.log"), "w+") as log:
+    words = ["-m", "pytest", *sizes.tests, "--device", "cuda", "--slow", "all", "-q"]
+    words += ["-p", "no:cacheprovider", "--maxfail", "20", "-rf"]
+    path = os.path.join(folder, "pytest.txt")
+    with open(path, "w") as log:
         try:
             code = subprocess.run(
-                [sys.executable, *words, "--maxfail", "20", "-rf"],
+                [sys.executable, *words],
                 env=variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 timeout=max(seconds - 2, 1),
-                cwd=_root(),
+                cwd=os.path.dirname(parity.tests_folder()),
             ).returncode
         except subprocess.TimeoutExpired:
             code = None
-        log.seek(0)
+    with open(path) as log:
         lines = [line.strip() for line in log if line.strip()]
     failed = [line for line in lines if line.startswith("FAILED")]
     if code is None:
         progress = "".join(re.findall(r"^([.FEsx]+) *(?:\[.*)?$", "\n".join(lines), re.M))
-        report.note(f"not all tests ran within {seconds:.0f} s (see tests.log)")
+        report.note(f"not all tests ran within {seconds:.0f} s (see pytest.txt)")
         bad = sum(progress.count(letter) for letter in "FE")
         report.check("GPU tests", not bad, f"{progress.count('.')} passed, {bad} failed so far")
     else:
         report.check("GPU tests", code == 0, "; ".join([*failed[:5], *lines[-1:]]))
 
 
-def training_stage(report, folder, seconds):
+def training_stage(report, folder, seconds, call, sizes):
     """Compare training on the GPU with training on the CPU."""
-    sets = training.digits(os.path.join(folder, "digits.npz"))
+    sets = training.load(os.path.join(folder, "images.npz"), sizes.is_small)
     gpu, cpu = gpu_world(), cpu_world()
     cpu.use_threads(0)
-    training.parity(report, cpu, gpu, sets, EPOCHS)
+    make = functools.partial(training.network, name=sizes.trained)
+    training.parity(report, cpu, gpu, sets, sizes.epochs, make, options=sizes.options)
 
 
-def identity_stage(report, folder, seconds):
+def identity_stage(report, folder, seconds, call, sizes):
     """Check that repeated and resumed runs give the same bytes."""
     deadline = time.monotonic() + seconds
-    data = os.path.join(folder, "digits.npz")
-    training.digits(data)
+    data = os.path.join(folder, "images.npz")
+    training.load(data, sizes.is_small)
     checkpoints = importlib.util.find_spec("h5py") is not None
     if not checkpoints:
         report.note("resuming is not checked: h5py is not installed")
-    start_run = identity.Starter(folder, data, lambda: deadline - time.monotonic())
-    identity.check_all(report, start_run, identity.other_rank_counts(report), checkpoints)
+
+    def left():
+        return deadline - time.monotonic()
+
+    jobs = identity.Starter(folder, data, left, sizes.options, sizes.trained)
+    ranks = identity.other_rank_counts(report)
+    identity.check_all(report, jobs, ranks, checkpoints, sizes.iterations, sizes.stop)
 
 
-def sanitizer_stage(report, folder, seconds):
-    """Run compute-sanitizer on the program `small`."""
+def sanitizer_stage(tool, report, folder, seconds, call, sizes):
+    """Run a tool of compute-sanitizer on the program `small`."""
     program = sanitizer.find()
     if program is None:
         report.note(
@@ -183,42 +205,34 @@ def sanitizer_stage(report, folder, seconds):
         )
         return
     report.fact("compute-sanitizer", program)
-    sanitizer.check_all(report, program, seconds)
+    sanitizer.check(report, program, tool, seconds, folder)
 
 
-def timing_stage(report, folder, seconds):
+def timing_stage(report, folder, seconds, call, sizes):
     """Time our training step and PyTorch's."""
-    defaults = arguments.parse(["gpu"])
-    speed.measure(report, defaults.settings, defaults.rounds, seconds, visible().gpus[0].name)
+    gpu = visible().gpus[0].name
+    speed.measure(report, sizes.timing[call], sizes.rounds, seconds, gpu, sizes.torch_device)
 
 
 def small(world, kinds=parity.KINDS):
-    """Check all ops on a few images, then train a few steps with and without graphs."""
-    layers = [
-        *(Conv2D(3, 8, padding=1), BatchNorm(), ReLU(), MaxPool2D(2)),
-        *(Conv2D(3, 12, stride=2), BatchNorm(), ReLU(), AveragePool2D(2), Dense(10)),
-    ]
+    """Compare the ops of small networks, then train a few steps with and without graphs."""
     report = Report("small")
-    parity.check_all(report, {"small": Network(layers, (3, 11, 11))}, kinds, count=20)
-    sets = training.small_set((1, 9, 9), 40)
+    parity.check_networks(report, world, SMALL.nets(), kinds=kinds)
+    train_set = training.small_set((1, 8, 8), 40)
     for graphs in ("auto", "off"):
         options = {"epochs": 1, "batch_size": 24, "graphs": graphs}
-        training.train(world, training.network(sets), sets, options)
+        training.train(world, training.network(train_set, SMALL.trained), train_set, options)
     return 1 if report.failed else 0
 
 
-def _root():
-    """Return the checkout's folder."""
-    return os.path.dirname(os.path.dirname(os.path.dirname(start.__file__)))
-
-
-STAGES = {
+STAGES: dict[str, Callable[..., None]] = {
     "machine": machine_stage,
     "parity": parity_stage,
     "tests": tests_stage,
     "training": training_stage,
     "identity": identity_stage,
-    "sanitizer": sanitizer_stage,
+    "memcheck": functools.partial(sanitizer_stage, "memcheck"),
+    "racecheck": functools.partial(sanitizer_stage, "racecheck"),
     "timing": timing_stage,
 }
 

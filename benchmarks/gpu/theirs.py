@@ -1,4 +1,4 @@
-"""Run PyTorch's side of the GPU timing: `python -m benchmarks.gpu.theirs ADDRESS`.
+"""Run PyTorch's side of the GPU timing: `python -m benchmarks.gpu.theirs DEVICE ADDRESS`.
 
 This side has the same layers, initial weights and images as mpidl's side. The images are stored on
 the GPU in the layout that the network uses. A variant consists of one or more of these words,
@@ -25,12 +25,14 @@ PRODUCT_SIZE = 8192  # size of square matrices; their product keeps the tensor c
 
 def main(argv=None):
     """Serve the requests of the benchmark at the address in `argv`; see `turns`."""
-    (address,) = sys.argv[1:] if argv is None else argv
+    device, address = sys.argv[1:] if argv is None else argv
     steps = {}
 
     def prepare(name, options):
         """Create a GpuStep with these options, store it by name and return its first losses."""
-        steps[name] = GpuStep(**options)
+        if device == "cpu" and {"graph", "compile"} & set(options["variant"].split("+")):
+            raise ValueError(f"{options['variant']}: only on a GPU")
+        steps[name] = GpuStep(**options, device=device)
         return steps[name].first_losses
 
     def run(name, count):
@@ -45,7 +47,11 @@ def main(argv=None):
         torch._dynamo.utils.counters.clear()
         torch.cuda.empty_cache()
 
-    turns.serve(address, 0, prepare, run, drop, product_rates)
+    def rates():
+        size = PRODUCT_SIZE if device == "cuda" else 64
+        return product_rates(size=size, device=device)
+
+    turns.serve(address, 0, prepare, run, drop, rates)
     os._exit(0)  # some libraries have threads that do not end by themselves
 
 

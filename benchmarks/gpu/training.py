@@ -1,7 +1,7 @@
 """Train on the GPU, compare the losses with the CPU's, and compare weights byte for byte.
 
-`python -m benchmarks.gpu.training TASK` trains once, on any number of ranks. TASK is a JSON
-object (see `main`).
+`python -m benchmarks.gpu.training TASK` trains one or more times, on any number of ranks. TASK is
+a JSON object (see `main`).
 """
 
 import importlib
@@ -13,9 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import subject
+from mpidl.cli import start
 from mpidl.comm import World, failure
 from mpidl.data import ArrayDatastore
 from mpidl.evaluation import evaluate
+from mpidl.files import write_whole
 from mpidl.nn import Network, zoo
 from mpidl.report import Console
 from mpidl.training.files import checkpoint, model_file
@@ -35,20 +37,26 @@ MIN_ACCURACY = 0.995  # on the digits' test images; CPUs reach 0.9990 to 1.0000
 
 
 def main(argv=None):
-    """Run the training that `argv` describes and return the exit code.
+    """Run the trainings that `argv` describes, one after another, and return the exit code.
 
-    `argv` has a JSON object with these entries: "data" is the file for `digits`, "options" are
-    training options, "out" is the folder of checkpoints or null, "resume" says whether to continue
-    from the checkpoint in "out", and "result" is the output file for {"losses", "sha256"}.
+    `argv` has a JSON object with these entries: "data" is the file for `load`, "network" a value
+    of `--network`, and "runs" a list of trainings. Each has these entries: "options" are training
+    options, "out" is the folder of checkpoints or null, "resume" says whether to continue from the
+    checkpoint in "out", and "result" is the output file for {"losses", "sha256"}, which is written
+    when the training ends.
     """
     task = json.loads((sys.argv[1:] if argv is None else argv)[0])
     world = World(threads=None)
-    train_set, _ = digits(task["data"])
-    resume = checkpoint.load(task["out"]) if task["resume"] else None
-    run = train(world, network(train_set), train_set, task["options"], task["out"], resume)
-    if world.rank == 0:
-        with open(task["result"], "w") as file:
-            json.dump({"losses": run.losses, "sha256": run.sha256}, file)
+    train_set, _ = load(task["data"])
+    for job in task["runs"]:
+        out = job["out"]
+        resume = checkpoint.load(out) if job["resume"] else None
+        run = train(
+            world, network(train_set, task["network"]), train_set, job["options"], out, resume
+        )
+        if world.rank == 0:
+            result = {"losses": run.losses, "sha256": run.sha256}
+            write_whole(job["result"], json.dumps(result).encode())
     return 0
 
 
@@ -90,24 +98,32 @@ def train(world, net, train_set, options, out=None, resume=None):
     return TrainedRun(net, recorder.losses, result.images_per_second)
 
 
-def network(train_set, seed=0):
-    """Return the digits network for the images of a data set."""
-    return zoo.digits(train_set.image_shape, len(train_set.classes), seed)
+def network(train_set, name="digits"):
+    """Return the network that `--network` names for the images of a data set."""
+    return start.network(name, train_set.image_shape, len(train_set.classes), 0)
 
 
-def digits(path):
-    """Load the digits from a file and split them into training and test set.
+def load(path, small=False):
+    """Load images from a file and split them into training and test set.
 
-    If the file is missing, draw the digits and write the file.
+    If the file is missing, write it first: the digits or, if `small`, `bright_rows`.
     """
     if not os.path.exists(path):
-        images, labels = draw_digits()
+        images, labels = bright_rows() if small else draw_digits()
         with open(f"{path}.part", "wb") as file:
             np.savez(file, images=images, labels=labels)
         os.replace(f"{path}.part", path)
     with np.load(path) as file:
         store = ArrayDatastore(file["images"], file["labels"], source="digits")
     return store.split(1 - training_options.RUN["test_fraction"], seed=0)
+
+
+def bright_rows(count=60, side=8, classes=3):
+    """Return images of noise whose class is a bright row, and their labels."""
+    images = np.random.default_rng(0).integers(0, 100, (count, 1, side, side), np.uint8)
+    labels = np.arange(count) % classes
+    images[np.arange(count), 0, 1 + 2 * labels] = 255
+    return images, labels
 
 
 def draw_digits():
@@ -122,7 +138,7 @@ def small_set(image_shape, count):
     return ArrayDatastore(images, labels, classes=list(range(subject.CLASSES)))
 
 
-def parity(report, cpu, gpu, sets, epochs, make=network, tf32=True):
+def parity(report, cpu, gpu, sets, epochs, make=network, tf32=True, options=None):
     """Compare an epoch of training on the GPU and on the CPU, and check the GPU's final accuracy.
 
     Parameters
@@ -139,11 +155,14 @@ def parity(report, cpu, gpu, sets, epochs, make=network, tf32=True):
         Returns a Network for a data set.
     tf32 : bool
         Whether to also compare training with TF32 and with float32 products.
+    options : dict or None
+        Training options that replace those of the recipe.
     """
     train_set, test_set = sets
+    recipe = options or {}
 
     def losses(world, rate, **options):
-        options |= {"epochs": 1, "learning_rate": rate}
+        options = {**recipe, **options, "epochs": 1, "learning_rate": rate}
         return np.array(train(world, make(train_set), train_set, options).losses)
 
     for rate, tolerance in TOLERANCES.items():
@@ -163,7 +182,7 @@ def parity(report, cpu, gpu, sets, epochs, make=network, tf32=True):
         f"{means[0]:.4f} and {means[1]:.4f}, which differ by {difference:.1%} (at most "
         f"{MEAN_TOLERANCE:.0%})",
     )
-    accuracy(report, gpu, sets, epochs, make)
+    accuracy(report, gpu, sets, recipe | {"epochs": epochs}, make)
 
 
 def compare(report, name, losses, expected, tolerance):
@@ -178,13 +197,13 @@ def compare(report, name, losses, expected, tolerance):
     )
 
 
-def accuracy(report, world, sets, epochs, make=network):
-    """Train with the recipe and check the accuracy on the test images."""
+def accuracy(report, world, sets, options, make=network):
+    """Train with the recipe and these options, and check the accuracy on the test images."""
     train_set, test_set = sets
-    run = train(world, make(train_set), train_set, {"epochs": epochs})
+    run = train(world, make(train_set), train_set, options)
     evaluation = evaluate.evaluate(run.net, test_set, world=world)
     report.check(
-        f"accuracy after {epochs} epochs",
+        f"accuracy after {options['epochs']} epochs",
         evaluation.accuracy >= MIN_ACCURACY,
         f"{evaluation.accuracy:.4f} of {evaluation.images} images (at least {MIN_ACCURACY}); "
         f"{run.rate:.0f} images/s; weights_sha256 {run.sha256}",

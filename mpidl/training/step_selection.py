@@ -65,7 +65,15 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
             "step on a GPU needs (see mpidl.training.optimizers.Optimizer); use --device cpu"
         )
     queue = DeviceQueue(*arguments, **queue_options)
-    graphs = options.graphs != "off"
-    return queue, RecordedStep(
-        net, optimizer, loss, world, labels_per_image, queue.reader(), advice, graphs
-    )
+
+    def record():
+        step_arguments = net, optimizer, loss, world, labels_per_image, queue.reader(), advice
+        return RecordedStep(*step_arguments, options.graphs != "off")
+
+    try:
+        return queue, record()
+    except MemoryError:
+        if not queue.resident:
+            raise
+    queue.resident = False  # after the `except` block, because the error refers to the memory
+    return queue, record()

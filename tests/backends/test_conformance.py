@@ -16,14 +16,13 @@ from conformance import (
     SPLIT,
     Draw,
     arguments,
+    assert_near,
     call,
-    fill_unused,
     flat,
     host,
     parameters,
     results,
     share,
-    used_lanes,
 )
 from cpu_builds import (
     BUILDS,
@@ -37,7 +36,7 @@ from cpu_builds import (
 from mpidl.backends import CPU, REFERENCE, settings
 from mpidl.backends.gather import FUNCTIONS
 from mpidl.backends.gpu.backend import GPU
-from mpidl.backends.interface import FUSED, HOST
+from mpidl.backends.interface import HOST
 from mpidl.blocks import LANES
 from mpidl.fold import Partial
 
@@ -93,43 +92,6 @@ def _settings(request, monkeypatch):
     values = getattr(request.node, "callspec", None) and request.node.callspec.params.get("values")
     for name, value in (values or {}).items():
         monkeypatch.setattr(settings, name, value)
-
-
-@functools.cache
-def expected(name, blocks, last):
-    """Return the results of the reference in float32 and in float64."""
-    case = BY_NAME[name]
-    return [results(case, REFERENCE, blocks, last=last, double=d) for d in (False, True)]
-
-
-def assert_near(case, actual, blocks=2, last=LAST):
-    """Compare types, shapes, zeros in unused lanes and numbers with the reference."""
-    single, double = expected(str(case), blocks, last)
-    assert len(actual) == len(single) == len(double) > 0
-    for i, (value, rounded, exact) in enumerate(zip(actual, single, double, strict=True)):
-        assert value.shape == exact.shape, f"result {i}"
-        assert value.dtype == rounded.dtype or not case.typed, f"result {i}"
-        of_lanes = value.ndim > 2 and value.shape[:: value.ndim - 1] == (blocks, LANES)
-        if of_lanes and zeroes_unused(case):
-            cleared = value.copy()
-            fill_unused(cleared, used_lanes(blocks, last), 0)
-            assert np.array_equal(cleared, value), f"unused lanes of result {i}"
-        if not case.tolerance:
-            assert np.array_equal(value, rounded, equal_nan=value.dtype.kind == "f"), f"result {i}"
-            signs = [np.signbit(v[~np.isnan(v)]) for v in (value, rounded) if v.dtype.kind == "f"]
-            assert not signs or np.array_equal(*signs), f"signs of result {i}"
-        elif case.elementwise:
-            rounding = 2**-53 * abs(exact).max(initial=0)
-            np.testing.assert_allclose(value, exact, rtol=case.tolerance, atol=rounding)
-        elif value.size:
-            error = abs(value - exact).max() / max(abs(exact).max(), 1e-3)
-            assert error <= case.tolerance, f"result {i}: {error}"
-
-
-def zeroes_unused(case):
-    """Return whether the interface requires zeros in the unused lanes of results."""
-    counted = "counts" in parameters(case.function) and case.function not in FUSED
-    return counted or case.function == "images"
 
 
 def check_on_gpu(device, *names, **values):

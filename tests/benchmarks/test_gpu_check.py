@@ -1,8 +1,10 @@
 """Test the check and the timing of GPUs on an emulated GPU: errors, counts and reports."""
 
+import itertools
 import json
 import math
 import sys
+import tarfile
 
 import numpy as np
 import pytest
@@ -23,9 +25,10 @@ from benchmarks.gpu import (
     theirs,
     training,
 )
+from benchmarks.gpu.sizes import SMALL
 from benchmarks.report import Report, load, markdown
 from benchmarks.turns import Lost
-from mpidl.backends.gpu import launching
+from mpidl.backends.gpu import kernels, launching
 from mpidl.backends.gpu.discovery import Gpu, Visible
 from mpidl.backends.gpu.sums import Counts
 from mpidl.comm import World
@@ -80,24 +83,54 @@ def test_an_unknown_gpu_has_measured_rates():
 # parity
 
 
-@pytest.mark.slow("gpu")
 @needs_compiler
-def test_parity_with_float64_passes_and_finds_an_error(gpu, monkeypatch):
+def test_parity_of_a_residual_network(gpu):
+    """Every kind of layer is compared, also without a bias and with branches."""
     report = Report("parity")
-    parity.check_all(report, {"small": zoo.digits((1, 7, 7))}, count=20)
+    nets = {"residual": SMALL.nets()["residual"]}
+    parity.check_networks(report, gpu, nets)
     assert not report.failed and len(report.record["checks"]) == len(parity.KINDS)
     functions = {row[2] for row in report.record["tables"][0]["rows"]}
-    assert {"conv2d", "conv2d_backward", "dense_backward", "moments", "optimizer_step"} <= functions
-    right = parity.reference.conv2d
+    expected = {"conv2d", "conv2d_backward", "dense_backward", "moments", "optimizer_step", "add"}
+    expected |= {"concat", "split", "dropout", "cross_channel_norm", "pad2d", "prelu_dslope"}
+    assert expected | {"transposed_conv2d_backward", "max_pool2d_dx"} <= functions
 
-    def with_error(*arguments):
-        return right(*arguments) * (1 + 1e-5)
 
-    monkeypatch.setattr(parity.reference, "conv2d", with_error)
-    second = Report("parity")
-    parity.check_all(second, {"small": zoo.digits((1, 7, 7))}, parity.KINDS[:1], count=20)
-    assert second.failed == ["ops of small, fp32"]
-    assert "conv2d" in second.record["checks"][0]["found"]
+@needs_compiler
+def test_parity_finds_an_error(gpu, monkeypatch):
+    right = parity.REFERENCE.conv2d
+
+    def with_error(**arguments):
+        return right(**arguments) * (1 + 1e-5)
+
+    monkeypatch.setattr(parity.REFERENCE, "conv2d", with_error)
+    report = Report("parity")
+    parity.check_networks(report, gpu, {"plain": SMALL.nets()["plain"]}, kinds=parity.KINDS[:1])
+    assert report.failed == ["ops of plain, fp32"]
+    assert report.record["checks"][0]["found"].endswith("too large: conv2d")
+
+
+@pytest.mark.slow("gpu")
+@needs_compiler
+def test_parity_of_resnet18(gpu):
+    """The layers of the zoo's residual networks are compared, here with few pixels."""
+    report = Report("parity")
+    net = {"resnet18": subject.network("resnet18", (3, 32, 32))}
+    parity.check_networks(report, gpu, net, count=2, kinds=parity.KINDS[:1])
+    assert not report.failed
+
+
+@needs_compiler
+def test_every_op_is_compared(gpu, monkeypatch):
+    report, rows = Report("parity"), parity.table(each_function_once=True)
+    few = [row for row in rows if row[0].function in ("relu", "dense", "moments")]
+    parity.check_table(report, few)
+    assert not report.failed and report.record["checks"][0]["found"].startswith("3 cases of 3")
+    assert {case.function for case, _ in rows} == {case.function for case, _ in parity.table()}
+    assert len(parity.table()) > 5 * len(rows)
+    monkeypatch.setattr(parity, "gpu_results", lambda case: [np.zeros(1)])
+    parity.check_table(report, few[:1])
+    assert report.failed == ["every op"]
 
 
 def test_the_relative_error_of_nan_is_infinite():
@@ -113,13 +146,13 @@ def test_the_stage_that_the_sanitizer_runs(gpu, capsys):
 
 
 @needs_compiler
-def test_the_units_of_a_step_are_found_without_computing(gpu):
-    report, compiled = Report("machine"), []
+def test_the_units_of_a_call_are_found_without_computing(gpu):
     device = gpu.device
-    units = compiling.units_of(gpu, "digits", 16, "tf32", image=IMAGE)
-    assert gpu.device is launching.device() is device
-    assert {"conv_gemm", "conv_dweight", "dense", "optimizer"} <= {u.family for u in units}
-    assert ("PRECISION", 1) in units[3].defines + units[4].defines
+    units = stage.units_of(gpu, "quick", SMALL)
+    assert gpu.device is launching.device() is device and not device.launched
+    assert {"conv_gemm", "conv_dweight", "conv_direct", "dense", "lrn"} <= {u.family for u in units}
+    assert any(("PRECISION", 1) in unit.defines for unit in units)
+    report, compiled = Report("machine"), []
 
     def compile_all(units, architecture, compile):
         compiled.extend(units)
@@ -127,9 +160,9 @@ def test_the_units_of_a_step_are_found_without_computing(gpu):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiling, "compile_all", compile_all)
-        compiling.check_all(report, gpu, {"digits": (16,)})
+        compiling.check_all(report, gpu, units[:3])
     assert len(set(compiled)) == len(compiled) and report.failed == ["kernels compile"]
-    assert {"pool", "conv_direct"} <= {unit.family for unit in compiled}  # other networks' kernels
+    assert {unit.family for unit in compiled} == set(kernels.families())
 
 
 # training
@@ -163,50 +196,31 @@ def test_losses_that_differ_fail():
     assert "1.0e-03, in iteration 2" in report.record["checks"][0]["found"]
 
 
-class Runs:
-    """Runner for `identity` that trains on an emulated GPU, in this process."""
-
-    def __init__(self, world, spoil=None):
-        self.world, self.spoil, self.started = world, spoil, []
-
-    def __call__(self, name, ranks, options, out=None, resume=False):
-        self.started.append(name)
-        if name == self.spoil:
-            raise UserError("it broke")
-        options = {k: v for k, v in options.items() if k != "device"} | {"batch_size": 16}
-        train_set = sets()[0]
-        run = training.train(self.world, training.network(train_set), train_set, options)
-        return {"losses": run.losses, "sha256": run.sha256}
-
-
-@needs_compiler
-@pytest.mark.slow("gpu")
-def test_runs_are_compared_byte_for_byte(gpu):
-    report, start = Report("identity"), Runs(gpu)
-    identity.check_all(report, start, ranks=(), checkpoints=False, iterations=5)
-    assert report.failed == [] and len(report.record["checks"]) == 4
-    assert start.started == ["once", "again", "without graphs", "tf32", "tf32, again"]
-
-
-def fake_run(name, ranks, options, out=None, resume=False):
-    if name == "4 ranks":
-        raise UserError("it broke")
-    losses = [3.0, 2.0, 1.0]
-    if out is not None:
-        losses = losses[1:] if resume else losses[:1]
-    if name == "2 ranks":
-        losses = [3.0, 2.5, 1.0]
-    kind = "other" if options.get("precision") == "tf32" or name == "2 ranks" else "same"
-    return {"losses": losses, "sha256": kind}
+def fake_job(ranks, runs):
+    """Return the results of made-up runs, of which those on 2 and 4 ranks fail."""
+    if ranks == 4 and not runs[0].resume:
+        return {}, "it broke"
+    results = {}
+    for run in runs:
+        losses, kind = [3.0, 2.0, 1.0], "same"
+        if run.out is not None:
+            losses = losses[1:] if run.resume else losses[:1]
+        if run.name == "2 ranks":
+            losses, kind = [3.0, 2.5, 1.0], "other"
+        kind = "other" if run.options.get("precision") == "tf32" else kind
+        results[run.name] = {"losses": losses, "sha256": kind}
+    return results, "it was not reached"
 
 
 def test_other_bytes_and_broken_runs_fail():
     report = Report("identity")
-    identity.check_all(report, fake_run, iterations=3, stop=1)
+    identity.check_all(report, fake_job, iterations=3, stop=1)
     assert report.failed == ["2 ranks", "4 ranks"]
     text = {c["what"]: c["found"] for c in report.record["checks"]}
     assert "losses differ from iteration 2" in text["2 ranks"] and text["4 ranks"] == "it broke"
     assert text["2 rank(s), resumed on 1 after iteration 1"] == "the same weights and losses"
+    assert text["1 rank(s), resumed on 4 after iteration 1"] == "the same weights and losses"
+    assert text["again"] == text["without graphs"] == text["tf32, again"]
 
 
 def test_the_digit_set_is_kept_in_a_file(tmp_path, monkeypatch):
@@ -216,7 +230,7 @@ def test_the_digit_set_is_kept_in_a_file(tmp_path, monkeypatch):
     )
     path = str(tmp_path / "digits.npz")
     for _ in range(2):
-        train_set, test_set = training.digits(path)
+        train_set, test_set = training.load(path)
         monkeypatch.undo()  # the second call reads the file
     assert (len(train_set), len(test_set)) == (40, 10) or len(train_set) + len(test_set) == 50
 
@@ -248,10 +262,13 @@ def needs_torch():
 
 
 class LocalSides(speed.Sides):
-    """Sides that run in this process: mpidl on the emulated GPU, PyTorch on the CPU."""
+    """Sides that run in this process: mpidl on the emulated GPU, PyTorch on the CPU.
+
+    `alive` is the largest number of steps that were in memory at the same time.
+    """
 
     def __init__(self, world, seconds):
-        self.world, self.seconds, self.steps, self.torch = world, seconds, {}, True
+        self.world, self.seconds, self.steps, self.torch, self.alive = world, seconds, {}, True, 0
 
     def left(self):
         return self.seconds
@@ -259,7 +276,7 @@ class LocalSides(speed.Sides):
     def ask(self, kind, action, *rest):
         if action == "copy_rate":
             return 1e12
-        if action == "product_rates":
+        if action == "rates":
             return {"fp32": 1e12, "tf32": 4e12, "bf16": 8e12}
         if action == "kernels":
             return ours.kernel_times(self.steps[kind, rest[0]], 1, delay_bytes=256)
@@ -268,10 +285,12 @@ class LocalSides(speed.Sides):
         name, options = rest
         if kind == "ours":
             step = self.steps[kind, name] = mpidl_step.RecordedStep(self.world, **options)
+            self.alive = max(self.alive, len(self.steps))
             return step.losses(3)
         if not {"graph", "compile"}.isdisjoint(options["variant"].split("+")):
             raise Lost(kind, "no graphs here")
         step = self.steps[kind, name] = theirs.GpuStep(**options, device="cpu")
+        self.alive = max(self.alive, len(self.steps))
         return step.first_losses
 
     def drop(self):
@@ -282,13 +301,15 @@ class LocalSides(speed.Sides):
 def test_the_timing_from_end_to_end(gpu):
     needs_torch()
     report, result = Report("timing"), speed.Timing("digits", 16, IMAGE)
-    speed.take_turns(report, [result], 2, LocalSides(gpu, 1000), "Some GPU")
+    sides = LocalSides(gpu, 1000)
+    speed.take_turns(report, [result], 2, sides, "Some GPU")
     assert report.failed == []  # the first losses agree
-    steps, variants, kernels = (table["rows"] for table in report.record["tables"])
+    assert sides.alive == 1  # each variant is freed before the next
+    steps, variants, kernel_rows = (table["rows"] for table in report.record["tables"])
     assert [row[1] for row in steps] == ["fp32", "tf32"]
     assert steps[0][7].endswith(("(eager)", "(channels_last)")) and float(steps[0][4]) > 0
     assert {row[1] for row in variants} >= {"ours, graphs", "ours, no graphs", "PyTorch, eager"}
-    assert sum(int(row[2]) for row in kernels) > 20
+    assert sum(int(row[2]) for row in kernel_rows) > 20
     notes = report.record["notes"]
     assert any("no graphs here" in note for note in notes)
     assert report.record["facts"]["floors are computed with"].endswith("(measured)")
@@ -303,9 +324,9 @@ def test_the_timing_from_end_to_end(gpu):
 
 def test_a_timing_without_time_or_with_wrong_losses_says_so():
     report, result = Report("timing"), speed.Timing("digits", 16, IMAGE)
-    sides = LocalSides(None, 5)
+    sides = LocalSides(None, 4)
     speed.take_turns(report, [result], 2, sides, "NVIDIA H200")
-    assert "digits 16: no time left" in report.record["notes"]
+    assert "digits 16, theirs compile+channels_last fp32: no time left" in report.record["notes"]
     result.losses = {
         ("ours", "graphs", "fp32"): [2.0],
         ("theirs", "eager", "fp32"): [2.0001],
@@ -367,6 +388,26 @@ def test_summaries_of_the_sanitizer():
     assert sanitizer.summary("no device\n") == "no device" and sanitizer.summary("") == "no output"
 
 
+SANITIZER = """#!/bin/sh
+echo "========= COMPUTE-SANITIZER"
+{finding}
+sleep 30
+"""
+
+
+@pytest.mark.parametrize("finding, passed", [("", True), ("echo '========= Invalid read'", False)])
+def test_a_sanitizer_that_runs_out_of_time_leaves_what_it_found(finding, passed, tmp_path):
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(SANITIZER.format(finding=finding))
+    program.chmod(0o755)
+    report = Report("memcheck")
+    sanitizer.check(report, str(program), "memcheck", 3, str(tmp_path))
+    (check_made,) = report.record["checks"]
+    assert check_made["passed"] == passed and report.record["notes"]
+    assert (tmp_path / "memcheck.txt").read_text().startswith("========= COMPUTE-SANITIZER")
+    assert passed or check_made["found"] == "Invalid read"
+
+
 # the whole check
 
 
@@ -384,42 +425,63 @@ report.finish()
 """
 
 
-def run_check(tmp_path, monkeypatch, capsys, behaviour, *words, gpus=("Some GPU",)):
-    """Run a check whose stages behave as given. Return the exit code, last line and JSON."""
-    short = [
-        s._replace(seconds=1.5 if behaviour.get(s.name) == "sleep" else 60) for s in check.STAGES
-    ]
-    monkeypatch.setattr(check, "STAGES", tuple(short))
+def members(path):
+    """Return the contents of an archive, {name: text}."""
+    with tarfile.open(path) as tar:
+        return {name: tar.extractfile(name).read().decode() for name in tar.getnames()}
 
-    def command(name, folder, seconds):
+
+def run_check(tmp_path, monkeypatch, capsys, behaviour, *words, gpus=("Some GPU",)):
+    """Run a check whose stages behave as given. Return the exit code, last line and archive."""
+    short = [
+        s._replace(seconds=1.5 if behaviour.get(s.name) == "sleep" else 60)
+        for s in check.CALLS["second"]
+    ]
+    monkeypatch.setattr(check, "CALLS", {"second": tuple(short)})
+    packed = []
+    pack = check.pack
+
+    def command(name, folder, seconds, call, sizes):
         return [sys.executable, "-c", STAGE, name, folder, behaviour.get(name, "pass")]
 
+    def observed(folder, archive):
+        pack(folder, archive)
+        packed.append(set(members(archive)))
+
     out = tmp_path / "results"
+    monkeypatch.setattr(check, "pack", observed)
     monkeypatch.setattr(check.thread_budget, "busy_share", lambda: 0.0)
     code = check.main(["--out", str(out), *words], visible_gpus(*gpus), command)
     lines = capsys.readouterr().out.strip().splitlines()
-    return code, lines[-1], json.loads((out / "gpu-check.json").read_text())
+    assert [path.name for path in out.iterdir()] == ["second.tar"]
+    assert all(earlier < later for earlier, later in itertools.pairwise(packed))
+    return code, lines[-1], members(out / "second.tar")
 
 
 def test_all_passes(tmp_path, monkeypatch, capsys):
-    code, last, record = run_check(tmp_path, monkeypatch, capsys, {}, "--stages", "machine,timing")
+    code, last, files = run_check(tmp_path, monkeypatch, capsys, {}, "--stages", "machine,timing")
+    record = json.loads(files["gpu-check.json"])
     assert (code, last) == (0, "all passed") and record["failed"] == []
     assert [s["stage"] for s in record["stages"]] == ["machine", "timing"]
-    text = (tmp_path / "results" / "gpu-check.md").read_text()
-    assert text.startswith("`./run/gpu-check` on one Some GPU, ") and "### timing" in text
+    text = files["gpu-check.md"]
+    assert text.startswith("`./run/gpu-check --second` on one Some GPU, ")
+    assert "### timing" in text and "first: found" in files["machine.log"]
 
 
 @pytest.mark.slow("gpu")
 def test_failed_and_slow_stages_do_not_stop_the_others(tmp_path, monkeypatch, capsys):
-    behaviour = {"machine": "fail", "training": "crash", "sanitizer": "sleep"}
-    words = ["--stages", "machine,training,sanitizer,timing"]
-    code, last, record = run_check(tmp_path, monkeypatch, capsys, behaviour, *words)
+    behaviour = {"machine": "fail", "identity": "crash", "memcheck": "sleep"}
+    words = ["--stages", "machine,memcheck,identity,timing"]
+    code, last, files = run_check(tmp_path, monkeypatch, capsys, behaviour, *words)
     assert code == 1
     assert last == (
-        "failed: machine: first; training was not done: ended with exit code 7 "
-        "(sanitizer was not done: out of time, stopped after 2 s)"
+        "failed: machine: first; identity was not done: ended with exit code 7 "
+        "(memcheck was not done: out of time, stopped after 2 s)"
     )
-    assert record["stages"][-1]["stage"] == "timing" and record["stages"][-1]["finished"]
+    stages = json.loads(files["gpu-check.json"])["stages"]
+    assert stages[-1]["stage"] == "timing" and stages[-1]["finished"]
+    partial = json.loads(files["memcheck.json"])
+    assert partial["checks"] and not partial["finished"]
 
 
 def test_no_gpu_and_unknown_stages(tmp_path, monkeypatch, capsys):

@@ -113,6 +113,7 @@ class EmulatedDevice:
     name = "emulated GPU"
     memory = 1 << 33
     sharers = 1
+    synchronous = False
 
     def __init__(
         self, order=0, truncate=False, architecture="sm_90", processors=132, shared=232448
@@ -134,6 +135,9 @@ class EmulatedDevice:
     def allocate(self, nbytes):
         self._not_captured("allocates memory")
         return Memory(self, self._take(nbytes), nbytes)
+
+    def free_memory(self):
+        return self.memory
 
     def _take(self, nbytes):
         address = region().take(_with_guards(nbytes)) + GUARD

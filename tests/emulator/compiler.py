@@ -37,7 +37,9 @@ def find():
 
 def program(text, defines=()):
     """Return the C++ text of a unit, which follows shim.h."""
-    names = "".join(f"#define {name} {value}\n" for name, value in defines)
+    # the emulator ignores MIN_BLOCKS, so that units which differ only in it share a library
+    values = {**dict(defines), **({"MIN_BLOCKS": 1} if "MIN_BLOCKS" in dict(defines) else {})}
+    names = "".join(f"#define {name} {value}\n" for name, value in values.items())
     code = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
     calls = [_call(name, params, code) for name, params in kernels.signatures(text).items()]
     return f'{names}{text}\n#line 1 "calls"\n' + "".join(calls)

@@ -19,7 +19,7 @@ from mpidl.backends import CPU, REFERENCE
 from mpidl.backends.gpu import array
 from mpidl.backends.gpu.array import Array
 from mpidl.backends.gpu.backend import GPU
-from mpidl.backends.interface import Backend
+from mpidl.backends.interface import FUSED, Backend
 from mpidl.blocks import LANES
 from mpidl.deferred import DeferredInput, NormalizedInput
 from mpidl.fold import Partial, Tree, fold_nodes, merge_moments
@@ -325,3 +325,46 @@ def joined(shares):
             assert len({part.tobytes() for part in parts}) == 1, "ranks differ"
             arrays.append(parts[0])
     return arrays
+
+
+_expected: dict = {}  # {(case, blocks, last): results of the reference in float32 and float64}
+
+
+def expected(case, blocks, last):
+    """Return the results of the reference in float32 and in float64."""
+    key = str(case), blocks, last
+    if key not in _expected:
+        _expected[key] = [
+            results(case, REFERENCE, blocks, last=last, double=double) for double in (False, True)
+        ]
+    return _expected[key]
+
+
+def assert_near(case, actual, blocks=2, last=LAST):
+    """Compare types, shapes, zeros in unused lanes and numbers with the reference."""
+    single, double = expected(case, blocks, last)
+    assert len(actual) == len(single) == len(double) > 0
+    for i, (value, rounded, exact) in enumerate(zip(actual, single, double, strict=True)):
+        assert value.shape == exact.shape, f"result {i}"
+        assert value.dtype == rounded.dtype or not case.typed, f"result {i}"
+        of_lanes = value.ndim > 2 and value.shape[:: value.ndim - 1] == (blocks, LANES)
+        if of_lanes and zeroes_unused(case):
+            cleared = value.copy()
+            fill_unused(cleared, used_lanes(blocks, last), 0)
+            assert np.array_equal(cleared, value), f"unused lanes of result {i}"
+        if not case.tolerance:
+            assert np.array_equal(value, rounded, equal_nan=value.dtype.kind == "f"), f"result {i}"
+            signs = [np.signbit(v[~np.isnan(v)]) for v in (value, rounded) if v.dtype.kind == "f"]
+            assert not signs or np.array_equal(*signs), f"signs of result {i}"
+        elif case.elementwise:
+            rounding = 2**-53 * abs(exact).max(initial=0)
+            np.testing.assert_allclose(value, exact, rtol=case.tolerance, atol=rounding)
+        elif value.size:
+            error = abs(value - exact).max() / max(abs(exact).max(), 1e-3)
+            assert error <= case.tolerance, f"result {i}: {error}"
+
+
+def zeroes_unused(case):
+    """Return whether the interface requires zeros in the unused lanes of results."""
+    counted = "counts" in parameters(case.function) and case.function not in FUSED
+    return counted or case.function == "images"

@@ -10,6 +10,7 @@ CuPy has every name used here. Tests run the kernels on an emulated device with 
 import contextlib
 import ctypes
 import gc
+import os
 import sys
 import threading
 import weakref
@@ -48,8 +49,8 @@ class Mark:
         flags = runtime.eventDefault if timed else runtime.eventDisableTiming
         self.event = runtime.eventCreateWithFlags(flags)
 
-    def __del__(self):
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing=sys.is_finalizing):
+        if not is_finalizing():
             self._destroy(self.event)
 
 
@@ -98,6 +99,10 @@ class CudaDevice:
     # delay this GPU.
     until = None
     sharers = 1  # number of ranks that compute on this GPU; `comm.devices` sets it
+    # With MPIDL_SYNCHRONOUS=1, wait for each kernel, so that an error names the kernel. A wait
+    # cannot be part of a graph, so there are no graphs.
+    synchronous = False
+    _failure = ""  # the message of the first launch that failed
 
     def __init__(self, index=0):
         visible_gpus = visible()
@@ -111,6 +116,7 @@ class CudaDevice:
         self.index, self.identity, self.name, self.architecture, self.processors, self.memory = (
             matching[0]
         )
+        self.synchronous = os.environ.get("MPIDL_SYNCHRONOUS") == "1"
         self._threads, self._thread = threading.local(), threading.get_ident()
         self._capturing, self._late = False, []  # [(free, handle)] of memory to free later
         self._pinned, self._modules = {}, []  # {address: size in bytes}, handles of modules
@@ -175,10 +181,14 @@ class CudaDevice:
             f"of {total / 2**20:.0f} MB are free; use a smaller mini-batch or more GPUs"
         )
 
-    def give_back(self, free, handle):
-        """Call free(handle). During a capture, or in another thread, defer the call."""
-        if sys.is_finalizing():
-            return  # the memory is freed when the process ends
+    def give_back(self, free, handle, is_finalizing=sys.is_finalizing):
+        """Call free(handle). During a capture, or in another thread, defer the call.
+
+        At exit, Python may delete the names of this module before some objects that own memory.
+        The default argument is then still there, and the memory is freed when the process ends.
+        """
+        if is_finalizing():
+            return
         if self._capturing or threading.get_ident() != self._thread:
             self._late.append((free, handle))  # another thread may have selected another device
         else:
@@ -188,6 +198,10 @@ class CudaDevice:
         while self._late:
             free, handle = self._late.pop()
             free(handle)
+
+    def free_memory(self):
+        """Return the number of bytes of device memory that no process uses."""
+        return self.runtime.memGetInfo()[0]
 
     # copies
 
@@ -299,11 +313,15 @@ class CudaDevice:
         try:
             geometry = *launch.grid, *launch.block, launch.shared
             self.driver.launchKernel(handle, *geometry, self.stream, ctypes.addressof(places), 0)
+            if self.synchronous:
+                self.runtime.streamSynchronize(self.stream)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{launch.name}: grid {launch.grid}, block {launch.block}, {launch.shared} bytes "
-                f"of shared memory: {error}"
-            ) from error
+            place = f"{launch.place}: " if launch.place else ""
+            self._failure = self._failure or (
+                f"{place}{launch.name}: grid {launch.grid}, block {launch.block}, "
+                f"{launch.shared} bytes of shared memory: {error}"
+            )
+            raise RuntimeError(self._failure) from error
 
     # waiting and capturing
 
@@ -312,7 +330,8 @@ class CudaDevice:
         self._refuse("waiting", "for the device")
         if self.until is not None:
             self.wait(self.mark())
-        self.runtime.streamSynchronize(self.stream)
+        with self._errors_of_kernels():
+            self.runtime.streamSynchronize(self.stream)
         self._uploading, self._uploading_bytes = [], 0
         self._give_back_late()
 
@@ -327,7 +346,18 @@ class CudaDevice:
         if self.until is not None:
             query = self.runtime.eventQuery
             self.until(lambda: query(token.event) != NOT_READY, "the work of all ranks' GPUs")
-        self.runtime.eventSynchronize(token.event)  # also raises errors of the launches
+        with self._errors_of_kernels():
+            self.runtime.eventSynchronize(token.event)
+
+    @contextlib.contextmanager
+    def _errors_of_kernels(self):
+        """Name the kernel that failed earlier if it is known, because all later calls fail too."""
+        try:
+            yield
+        except RuntimeError as error:
+            advice = "a kernel before this call failed; MPIDL_SYNCHRONOUS=1 names it"
+            text = self._failure or f"{self.name}: {error} ({advice})"
+            raise RuntimeError(text) from error
 
     def elapsed(self, first, second):
         """Wait for two marks created with timed=True; return the time between them, in ms."""

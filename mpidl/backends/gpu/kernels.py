@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.cpu import builds
 
 NUMBERS = {
@@ -65,6 +66,7 @@ class Launch(NamedTuple):
     shared: int  # bytes of dynamic shared memory
     arguments: tuple  # each is an Array, a Table, a number or None
     parameters: tuple  # an Argument for each argument
+    place: str = ""  # the part of the training step, such as "backward / conv2"
 
     def values(self):
         """Return the arguments as ctypes values; all addresses must be known."""
@@ -146,7 +148,8 @@ def make(name, grid, block, arguments, shared=0, defines=None):
                 f"{name}: expected a number as {parameter.name}, got {type(value).__name__}"
             )
     unit = Unit(family, tuple(sorted((defines or {}).items())))
-    return Launch(unit, name, _three(grid), _three(block), shared, tuple(arguments), parameters)
+    sizes = _three(grid), _three(block), shared
+    return Launch(unit, name, *sizes, tuple(arguments), parameters, phases.place())
 
 
 def _three(size):

@@ -97,7 +97,7 @@ class Program:
         self.times = ProgramTimes(device)
         for launch in self.launches():
             launching.load(launch)  # nothing can be compiled during a capture
-        if graphs:
+        if graphs and not device.synchronous:
             self.graphs = [
                 self._capture(segment) if segment[0].captured else None for segment in segments
             ]

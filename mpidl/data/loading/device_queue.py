@@ -15,7 +15,7 @@ from mpidl.data.loading.feed import Feed, FeedBuilder, label_bounds
 from mpidl.data.queue import MinibatchQueue
 
 MOVES = ("mirrored", "top", "left")  # augmentations that are given by one integer per image
-RESIDENT = 0.5  # fraction of a device's memory that its ranks may use for resident data sets
+RESIDENT = 0.5  # fraction of a device's free memory that its ranks may use for resident data sets
 UPLOADED = 64 << 20  # number of bytes of a data set that are read and uploaded at a time
 
 
@@ -32,8 +32,9 @@ class DeviceQueue(MinibatchQueue):
     Attributes
     ----------
     resident : bool
-        Whether device memory holds the whole data set. A data set is resident if it is small
-        enough, the host does not change pixels, and images that cannot be read are not skipped.
+        Whether device memory holds the whole data set. A data set is resident if it fits in half
+        of the free memory, the host does not change pixels, and images that cannot be read are not
+        skipped. A caller may set this to False before `reader` is called, to save memory.
     full_batch : Batch
         This rank's Batch of a full mini-batch.
     image_bytes : int
@@ -54,7 +55,7 @@ class DeviceQueue(MinibatchQueue):
         self.image_bytes = int(np.prod(p.read_shape)) * p.dtype.itemsize
         if p.labels_shape is not None:
             self.image_bytes += int(np.prod(p.labels_shape)) * p.labels_dtype.itemsize
-        room = RESIDENT * world.device.memory / world.device.sharers
+        room = RESIDENT * world.device.free_memory() / world.device.sharers
         # Pixels that the host computes may differ in each epoch, so they are always uploaded.
         # A resident data set would also need the pixels of skipped images.
         is_fixed = not p.changes_pixels and self.bad_images is None

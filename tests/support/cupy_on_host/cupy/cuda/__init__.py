@@ -1,0 +1,1 @@
+"""The runtime and driver APIs of CUDA on host memory."""
