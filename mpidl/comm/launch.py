@@ -27,6 +27,10 @@ Returned = TypeVar("Returned")
 
 SHOW_CHOICES = ("rank 0", "all", "none")
 PLOTS_CHOICES = ("none", "live")
+NOTHING_SHOWN = (
+    'note: plots="live" had nothing to show: train with dl.train, or call '
+    "world.report(epoch=epoch, loss=loss) in your loop"
+)
 # The program of each rank. It imports this package from the same folder as this process.
 RANK_PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
@@ -134,6 +138,8 @@ def launch(
             )
         if job.process.returncode or not os.path.exists(os.path.join(folder, "result")):
             raise RankError(job.describe_exit())
+        if display is not None and not display.runs:
+            print(NOTHING_SHOWN, file=sys.stderr)
         with open(os.path.join(folder, "result"), "rb") as file:
             return launch_worker.load(file)
     finally:

@@ -162,8 +162,9 @@ def test_an_interrupt_stops_a_training_with_its_result(monkeypatch, capsys, tmp_
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_interrupt_stops_a_custom_loop_that_is_shown_live(monkeypatch, capsys):
-    """The loop ends on all ranks in the same iteration, and prints no line per iteration."""
+@pytest.fixture
+def displayed(monkeypatch):
+    """Let this process be a notebook's kernel. Return the list of displayed runs."""
     displayed = []
     module = types.ModuleType("IPython.display")
 
@@ -175,6 +176,11 @@ def test_an_interrupt_stops_a_custom_loop_that_is_shown_live(monkeypatch, capsys
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", module)
     monkeypatch.setattr(notebook, "in_notebook", lambda: True)
+    return displayed
+
+
+def test_an_interrupt_stops_a_custom_loop_that_is_shown_live(displayed, monkeypatch, capsys):
+    """The loop ends on all ranks in the same iteration, and prints no line per iteration."""
     monkeypatch.setattr(sys, "stdout", Interrupter("trains"))
     iterations = dl.launch(launched.loop_until_stopped, ranks=3, plots="live")
     assert iterations == [iterations[0]] * 3 and iterations[0] >= 5
@@ -182,6 +188,12 @@ def test_an_interrupt_stops_a_custom_loop_that_is_shown_live(monkeypatch, capsys
     assert run.facts()[:2] == ["epoch 1", f"iteration {iterations[0]}"]
     assert run.facts()[-1] == "stopped"
     assert "Iteration" not in sys.stdout.getvalue()
+    assert launching.NOTHING_SHOWN not in capsys.readouterr().err
+
+
+def test_a_live_display_without_a_report_says_how(displayed, capsys):
+    assert dl.launch(launched.sizes, ranks=1, plots="live")[:2] == (0, 1)
+    assert displayed == [] and launching.NOTHING_SHOWN in capsys.readouterr().err
 
 
 def test_an_interrupt_is_answered_whatever_is_shown(tmp_path, capsys):
