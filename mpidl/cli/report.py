@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = [run_files.read(folder) for folder in run_files.folders(parsed.runs)]
     head, rows = run_page.result_rows(runs, run_page.names_of(runs))
     print("\n".join(aligned([head, *([printable(cell) for cell in row] for row in rows)], left=2)))
+    for text in run_page.notes(runs):
+        print(printable(text))
     if parsed.html is not None:
         write_whole(parsed.html, run_page.render(runs))
         print(f"Report: {parsed.html}")

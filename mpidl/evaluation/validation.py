@@ -143,7 +143,9 @@ class Validation:
     owed : bool
         Whether a signal interrupted the validation of the current iteration.
     final : Evaluation or None
-        Evaluation of the final network with its confusion matrix; None until a hook computes it.
+        Evaluation of the returned network; None before the end of the run.
+    counts_confusions : bool
+        Whether `final` includes the confusion matrix. Hooks set this attribute on all ranks.
     bad_images : BadImages or None
         Skipped validation images; None if unreadable images raise an error.
     best : dict
@@ -165,6 +167,7 @@ class Validation:
         self.waited = 0
         self.owed = False
         self.final: Evaluation | None = None
+        self.counts_confusions = False
         self.best: dict[str, dict[str, np.ndarray]] = {}
 
     def due(self, iteration: int) -> bool:
@@ -201,17 +204,7 @@ class Validation:
             The result, or None if a signal interrupted the validation. A resumed run then starts
             with this validation.
         """
-        evaluation = evaluate(
-            net,
-            self.store,
-            world=self.world,
-            prefetch=self.prefetch,
-            metrics=self.metrics,
-            bad_images=self.bad_images,
-            signals=signals,
-            loss=self.loss_function,
-            progress=progress,
-        )
+        evaluation = self._evaluate(net, signals, progress)
         self.owed = signals is not None and signals.agreed
         if self.owed:
             return None
@@ -227,6 +220,36 @@ class Validation:
         else:
             self.waited += 1
         return evaluation
+
+    def run_final(
+        self,
+        net: Network,
+        signals: Signals | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> Evaluation | None:
+        """Evaluate the returned network, and keep the result as `final`. Collective.
+
+        The parameters are those of `run`. Return None if a signal interrupted the evaluation.
+        """
+        confusion = self.counts_confusions
+        evaluation = self._evaluate(net, signals, progress, confusion=confusion)
+        if signals is None or not signals.agreed:
+            self.final = evaluation
+        return self.final
+
+    def _evaluate(self, net, signals, progress, **options):
+        return evaluate(
+            net,
+            self.store,
+            world=self.world,
+            prefetch=self.prefetch,
+            metrics=self.metrics,
+            bad_images=self.bad_images,
+            signals=signals,
+            loss=self.loss_function,
+            progress=progress,
+            **options,
+        )
 
     @property
     def exhausted(self) -> bool:
@@ -256,16 +279,15 @@ class Validation:
         self.loss, self.iteration = saved.get("loss", math.inf), saved.get("iteration", 0)
         self.accuracy, self.waited = saved.get("accuracy"), saved.get("waited", 0)
         self.owed = self.store is not None and saved.get("owed", False)
-        self.last, self.last_iteration = None, 0
+        self.last, self.last_iteration, self.final = None, 0, None
         if self.store is not None and saved.get("last"):
             self.last, self.last_iteration = Evaluation(*saved["last"]), saved["at"]
         self.best = {table: arrays[table] for table in BEST if table in arrays}
 
     def of_the_result(self) -> tuple[float | None, float | None]:
-        """Return the validation loss and accuracy of the returned network; None if unknown."""
-        if self.best:
-            return self.loss, self.accuracy
-        return (None, None) if self.last is None else (self.last.loss, self.last.accuracy)
+        """Return the loss and accuracy of the final or else of the last validation, or Nones."""
+        evaluation = self.final or self.last
+        return (None, None) if evaluation is None else (evaluation.loss, evaluation.accuracy)
 
     def give_best(self, net: Network) -> None:
         """If a best network is kept, assign its arrays to a network in host memory."""

@@ -15,6 +15,7 @@ from mpidl.files import unreadable
 from mpidl.report import metrics
 
 FILE = "metrics.jsonl"
+VISIBLE = 0.01  # difference between accuracies, or between losses as a fraction, worth a note
 MOST_RECENT = 64  # number of records to collect before they are copied to the arrays
 
 
@@ -79,6 +80,9 @@ class History:
     ----------
     iteration, epoch, validation : Series
         The records of all iterations, of all complete epochs and of all validations.
+    final_validation : Series
+        One record with the scores of the returned network, at the iteration of its weights. Empty
+        before the end of a run and without validation images.
 
     Notes
     -----
@@ -89,6 +93,7 @@ class History:
     iteration: Series
     epoch: Series
     validation: Series
+    final_validation: Series
 
     @classmethod
     def from_records(cls, records: Iterable[Mapping[str, Any]]) -> History:
@@ -106,6 +111,29 @@ class History:
             The history.
         """
         return HistoryRecorder(records).history()
+
+    def disagreement(self) -> str | None:
+        """Describe how the final validation differs visibly from the last one of these weights.
+
+        Returns
+        -------
+        str or None
+            A text, or None if the accuracies differ by at most `VISIBLE`. Without an accuracy, the
+            relative difference of the losses counts.
+        """
+        final, during = self.final_validation, self.validation
+        rows = np.flatnonzero(np.isin(during.iteration, final.iteration))
+        if not len(rows):
+            return None
+        name = "accuracy" if np.isfinite(final.accuracy[-1]) else "loss"
+        before, after = getattr(during, name)[rows[-1]], getattr(final, name)[-1]
+        if abs(after - before) <= VISIBLE * (1.0 if name == "accuracy" else abs(before)):
+            return None
+        return (
+            f"the returned network has the validation {name} {after:.4f}; the validation during "
+            f"training at iteration {final.iteration[-1]}, with the moving statistics of batch "
+            f"normalization, found {before:.4f}"
+        )
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name}={getattr(self, name)!r}" for name in KINDS)
@@ -147,10 +175,10 @@ class HistoryRecorder:
         if isinstance(record.get("metrics"), Mapping):
             columns.add_metrics(record["metrics"])
 
-    def cut(self, iteration: int) -> None:
-        """Remove the records of iterations after `iteration`."""
-        for columns in self._columns.values():
-            columns.cut(iteration)
+    def cut(self, cut: metrics.Cut) -> None:
+        """Remove the records that the run will repeat."""
+        for kind, columns in self._columns.items():
+            columns.cut(cut.last(kind))
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the records in the format and order of metrics.jsonl."""

@@ -1,6 +1,7 @@
 """Read and write metrics.jsonl, which has one JSON object (a record) per line.
 
-There is a record per iteration, epoch and validation. About every two seconds, a record of the
+There is a record per iteration, epoch and validation. At the end of a run, a record of the kind
+"final_validation" has the scores of the returned network. About every two seconds, a record of the
 kind "ranks" has the times of each rank. A record of the kind "lost" tells which ranks were lost.
 """
 
@@ -10,13 +11,38 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpidl.errors import UserError
 from mpidl.files import reason, write_whole
 
-KINDS = ("iteration", "epoch", "validation")
+KINDS = ("iteration", "epoch", "validation", "final_validation")
 FLUSH_SECONDS = 2.0
+
+
+class Cut(NamedTuple):
+    """The position to which a run returns, for example when it is resumed.
+
+    Attributes
+    ----------
+    iteration : int
+        Number of completed iterations.
+    validation : int
+        Iteration of the last validation. The run repeats all later validations.
+    """
+
+    iteration: int
+    validation: int
+
+    def last(self, kind: str) -> int:
+        """Return the last iteration whose record of this kind is kept."""
+        if kind == "final_validation":
+            return -1
+        return min(self) if kind == "validation" else self.iteration
+
+    def keeps(self, record: Mapping[str, Any]) -> bool:
+        """Return whether a record is kept, because the run will not write it again."""
+        return record["iteration"] <= self.last(str(record.get("kind")))
 
 
 class Metrics:
@@ -31,9 +57,8 @@ class Metrics:
         Path of the file.
     rank : int
         Rank of this process.
-    cut : int, optional
-        Iteration of the checkpoint from which a run resumes. Records of later iterations are
-        removed. By default, all existing records are removed.
+    cut : Cut, optional
+        The records that a resumed run keeps. By default, all existing records are removed.
 
     Raises
     ------
@@ -41,7 +66,7 @@ class Metrics:
         If the file cannot be written.
     """
 
-    def __init__(self, path: str, rank: int = 0, cut: int | None = None):
+    def __init__(self, path: str, rank: int = 0, cut: "Cut | None" = None):
         self.path = path
         self.file = None
         self.flushed = time.monotonic()
@@ -77,10 +102,11 @@ class Metrics:
 
         Parameters
         ----------
-        kind : {"iteration", "epoch", "validation"}
+        kind : {"iteration", "epoch", "validation", "final_validation"}
             Type of the record.
         epoch, iteration : int
-            Position in the run, counted from 1.
+            Position in the run, counted from 1. For a final validation, the position of the weights
+            of the returned network.
         loss : float or None
             Mean loss.
         learning_rate : float
@@ -179,27 +205,26 @@ class Metrics:
             with self._writing():
                 file.close()
 
-    def cut(self, iteration: int) -> None:
-        """Remove the records of iterations after `iteration`, and lines that are not records."""
+    def cut(self, cut: "Cut") -> None:
+        """Remove the records that the run will repeat, and lines that are not records."""
         if not os.path.exists(self.path):
             return
-        records = [record for record in read(self.path) if record["iteration"] <= iteration]
+        records = [record for record in read(self.path) if cut.keeps(record)]
         write_whole(self.path, "".join(f"{json.dumps(record)}\n" for record in records).encode())
 
-    def rewind(self, iteration: int, records: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Remove the records of iterations after `iteration`, and open the file for more records.
+    def rewind(self, cut: "Cut", records: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Remove the records that the run will repeat, and open the file for more records.
 
         Parameters
         ----------
-        iteration : int
-            The iteration.
+        cut : Cut
+            The records to keep.
         records : iterable of mapping
-            The records up to `iteration`. The method adds those that the lost rank had not
-            written.
+            All records to keep. The method adds those that the lost rank had not written.
         """
         self.close()
         with self._writing():
-            self.cut(iteration)
+            self.cut(cut)
             written = {_position(record) for record in read(self.path)}
             self.file = open(self.path, "a")
         for record in records:

@@ -8,6 +8,7 @@ from mpidl.files import write_whole
 from mpidl.report import metrics
 
 TRAINING, VALIDATION, FAINT = "#2c6fbb", "#c8501e", "#a9c6e6"
+FINAL = "#3c8d40"  # the validation of the returned network
 
 
 def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bool:
@@ -93,6 +94,9 @@ def _draw(axes, records, ends, key, factor):
             color=TRAINING, linewidth=1.8, marker="o", label="training, mean over the epoch"
         ),
         "validation": dict(color=VALIDATION, linewidth=1.8, marker="s", label="validation"),
+        "final_validation": dict(
+            color=FINAL, linewidth=0, marker="D", label="validation of the returned network"
+        ),
     }
     for kind, style in styles.items():
         points = [r for r in records if r.get("kind") == kind and r.get(key) is not None]

@@ -13,6 +13,7 @@ from mpidl.data import MinibatchQueue
 from mpidl.evaluation.evaluate import agreed
 from mpidl.fold import merge_moments
 from mpidl.nn import BatchNorm, Network
+from mpidl.training.batchnorm_moving import trainable_norms
 
 
 def population_state(
@@ -47,7 +48,7 @@ def population_state(
     dict or None
         The new state, or None if a signal ended the pass.
     """
-    norms = [layer for layer in net.layers if isinstance(layer, BatchNorm) and layer.trainable]
+    norms = trainable_norms(net)
     if not norms:
         return net.state
     keys = [(f"{layer.name}.mean", f"{layer.name}.variance") for layer in norms]

@@ -187,15 +187,12 @@ class LiveHook:
         validation = trainer.validation
         if validation.last is not None and validation.last_iteration != self.validated:
             self.validated = validation.last_iteration
-            last = validation.last
-            metrics = {} if last.metrics is None else last.metrics.values
-            self.recorder.write(
-                "validation",
-                metrics,
-                iteration=self.validated,
-                loss=last.loss,
-                accuracy=last.accuracy,
-            )
+            self._write("validation", validation.last, self.validated)
+
+    def _write(self, kind, evaluation, iteration):
+        metrics = {} if evaluation.metrics is None else evaluation.metrics.values
+        numbers = {"loss": evaluation.loss, "accuracy": evaluation.accuracy}
+        self.recorder.write(kind, metrics, iteration=iteration, **numbers)
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         self.step(trainer)
@@ -208,6 +205,9 @@ class LiveHook:
 
     def end(self, trainer: Trainer) -> None:
         self.step(trainer)
+        if (final := trainer.validation.final) is not None:
+            iteration = trainer.position.iteration
+            self._write("final_validation", final, iteration)
         is_stopped = trainer.signals.agreed or trainer.signals.name is not None
         self.recorder.write("state", state="stopped" if is_stopped else "finished")
 

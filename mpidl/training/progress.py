@@ -37,6 +37,9 @@ class Position:
         Mean loss over the images of the last complete epoch.
     rollbacks : int
         Number of rollbacks so far; see the option `on_nan`.
+    statistics_updates : int
+        Number of updates of the moving statistics of batch normalization: one per mini-batch, or
+        per part of a mini-batch.
     """
 
     epoch: int = 1
@@ -49,6 +52,7 @@ class Position:
     all_images: int = 0
     epoch_loss: float | None = None
     rollbacks: int = 0
+    statistics_updates: int = 0
 
     def add(self, result: StepResult) -> None:
         """Add the loss, the images and the correct images of a completed training step.
@@ -189,7 +193,8 @@ class Result:
     best_iteration : int or None
         The iteration with the lowest validation loss. None if there was no validation.
     validation_loss, validation_accuracy : float or None
-        Results of the last validation, or of the best network if the run returns that network.
+        Results of the final validation, of the returned network. If a signal stopped the run, the
+        results of the last validation. None if there was no validation.
     rollbacks : int
         Number of times that the run returned to an earlier state; see the option `on_nan`.
     lost_ranks : int

@@ -76,7 +76,7 @@ class Rollback:
         with trainer.renewed_step():
             run_state.set_progress(trainer, run_state.copied(self.arrays), self.facts)
             trainer.position.rollbacks = count
-        trainer.writer.rewind(trainer.position.iteration)
+        trainer.rewind_records()
         trainer.console.line(
             f"warning: {problem.description}: rolled back to iteration "
             f"{trainer.position.iteration}; "

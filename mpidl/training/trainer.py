@@ -18,12 +18,14 @@ from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue, NodeCache
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
+from mpidl.data.parts import PartedBatch
 from mpidl.errors import NotFinite, StorageFault, UserError
 from mpidl.evaluation.evaluate import agreed
 from mpidl.evaluation.validation import Validation
 from mpidl.nn import Network
 from mpidl.report import Console
 from mpidl.report.history import History
+from mpidl.report.metrics import Cut
 from mpidl.training import hooks as hook_classes
 from mpidl.training import (
     input_pipeline,
@@ -34,7 +36,7 @@ from mpidl.training import (
 from mpidl.training.audit import audit
 from mpidl.training.files import run_state
 from mpidl.training.files.run_folder import RunFolder, RunWriter
-from mpidl.training.final_network import finalize_network
+from mpidl.training.final_network import finalize_network, validated_network
 from mpidl.training.load_balancing import LoadBalancer
 from mpidl.training.optimizers import Optimizer
 from mpidl.training.optimizers.checks import CustomOptimizer
@@ -92,6 +94,9 @@ class Trainer:
     rollback : Rollback or None
         The state to which the run returns if the loss is not finite. None if such a loss ends the
         run.
+    initial_state : dict
+        {name: array} of the network's state before the first iteration. After a resume, only the
+        statistics that still contain a relevant part of their initial values.
     iteration_start : IterationStart
         The state to which the run returns if ranks are lost.
     stopped : str or None
@@ -127,6 +132,7 @@ class Trainer:
         self.bad_images = BadImages.of_options(options)
         self.rollback = Rollback() if options.on_nan == "rollback" else None
         net.batchnorm = options.batchnorm
+        self.initial_state = {name: np.array(a) for name, a in net.state.items()}
         arrays = None
         if folder.resume is not None:
             arrays = folder.resume[0]
@@ -148,9 +154,12 @@ class Trainer:
             folder.advice,
         )
         self.queue, self.step = self._make_step()
+        self._per_epoch = len(self.queue)
         self.start_time = time.monotonic() - self.position.seconds
-        last_iteration = None if folder.resume is None else self.position.iteration
-        self.writer = RunWriter(folder, world, last_iteration)
+        is_resumed = folder.resume is not None
+        if is_resumed and self.position.iteration:
+            optimizer.learning_rate = self.learning_rate(self.position.iteration)
+        self.writer = RunWriter(folder, world, self._cut() if is_resumed else None)
         self.writer.recorder.reserve(self.total_iterations)
         self.hooks = hook_classes.of_run(hooks, options, balancer, self.rollback)
         self.iteration_start = lost_ranks.IterationStart(world)
@@ -191,7 +200,7 @@ class Trainer:
         return is_complete or not self._continues()
 
     def learning_rate(self, iteration: int) -> float:
-        """Return the learning rate of an iteration of the current epoch.
+        """Return the learning rate of an iteration.
 
         Parameters
         ----------
@@ -203,15 +212,11 @@ class Trainer:
         float
             The learning rate of the schedule, lowered if the run has rolled back.
         """
-        rate = rate_of(self.options, self.position.epoch, iteration, len(self.queue))
+        rate = rate_of(self.options, self._epoch_of(iteration), iteration, self._per_epoch)
         return rate * self.position.rate_factor
 
-    def _last_rate(self):
-        """Return the learning rate of the last iteration before the run was resumed."""
-        epoch = self.position.epoch if self.position.batch else self.position.epoch - 1
-        iteration = max(self.position.iteration, 1)
-        rate = rate_of(self.options, max(epoch, 1), iteration, len(self.queue))
-        return rate * self.position.rate_factor
+    def _epoch_of(self, iteration):
+        return (max(iteration, 1) - 1) // self._per_epoch + 1
 
     def stop(self) -> None:
         """End the run after the current mini-batch, on all ranks, with a checkpoint."""
@@ -269,7 +274,6 @@ class Trainer:
         """Run the remaining epochs. Return None, or the `NotFinite` that requires a rollback."""
         try:
             if self.validation.owed:
-                self.optimizer.learning_rate = self._last_rate()
                 self.validate(announce=not self.at_epoch_end)
             while not self.is_over:
                 self._run_epoch()
@@ -289,7 +293,7 @@ class Trainer:
             for images, targets in self._agreed(batches):
                 self.iteration_start.keep(self)
                 with phases.span("learning rate"):
-                    info = self._next_step(images.batch.count)
+                    info = self._next_step(images.batch)
                 self._report(self.step.submit(images, targets, info))
                 del images, targets  # free memory for the next mini-batch
                 self.hooks.step(self)
@@ -333,13 +337,14 @@ class Trainer:
             f"{error}; checkpoint written; to continue, run again with --resume {self.writer.out}"
         )
 
-    def _next_step(self, images):
+    def _next_step(self, batch):
         position, start_time = self.position, time.monotonic()
         position.batch, position.iteration = position.batch + 1, position.iteration + 1
+        position.statistics_updates += len(batch.parts) if isinstance(batch, PartedBatch) else 1
         self.optimizer.learning_rate = rate = self.learning_rate(position.iteration)
         self.average.prepare_step(position.iteration, len(self.queue))
         self.world.transport.activity = f"epoch {position.epoch}, iteration {position.iteration}"
-        return StepInfo(position.epoch, position.iteration, images, rate, start_time)
+        return StepInfo(position.epoch, position.iteration, batch.count, rate, start_time)
 
     def _report(self, results):
         """Add step results to the position, then pass the results to the `iteration` hooks.
@@ -396,28 +401,49 @@ class Trainer:
         position, stop_requested = self.position, self.signals.name == OUTPUT_FUNCTION
         if stop_requested and signals is not None:
             signals.name = None
-        with self._apart("validation", len(self.validation.store)) as progress:
-            net = self.net
-            if self.average.replaces_weights(position.iteration, len(self.queue)):
-                net = self.average.network(net)
-            evaluation = self.validation.run(net, position.iteration, signals, progress)
+        with self._apart():
+            net = validated_network(self, signals)
+        evaluation, self.validation.owed = None, net is None
+        if net is not None:
+            with self._apart("validation", len(self.validation.store)) as progress:
+                evaluation = self.validation.run(net, position.iteration, signals, progress)
         if stop_requested:
             self.stop()
         if evaluation is None:
             return
-        rate, seconds = self.optimizer.learning_rate, position.seconds
-        numbers = evaluation.loss, rate, None, seconds, evaluation.accuracy
-        epoch = position.epoch if position.batch else position.epoch - 1
-        values = None if evaluation.metrics is None else evaluation.metrics.values
-        self.writer.record("validation", epoch, position.iteration, *numbers, metrics=values)
+        self._record_validation("validation", position.iteration, evaluation)
         if announce:
             self.console.validation(position.iteration, evaluation)
 
+    def validate_final(self, signals: Signals | None) -> None:
+        """Evaluate the finalized network on the validation set. Collective.
+
+        Parameters
+        ----------
+        signals : Signals or None
+            Signals that interrupt the validation.
+        """
+        validation = self.validation
+        with self._apart("final validation", len(validation.store)) as progress:
+            evaluation = validation.run_final(self.net, signals, progress)
+        if evaluation is None:
+            return
+        iteration = validation.iteration if validation.best else self.position.iteration
+        self._record_validation("final_validation", iteration, evaluation)
+        self.console.final_validation(evaluation, self.history.disagreement())
+
+    def _record_validation(self, kind, iteration, evaluation):
+        rate, seconds = self.optimizer.learning_rate, self.position.seconds
+        numbers = evaluation.loss, rate, None, seconds, evaluation.accuracy
+        values = None if evaluation.metrics is None else evaluation.metrics.values
+        epoch = self._epoch_of(iteration)
+        self.writer.record(kind, epoch, iteration, *numbers, metrics=values)
+
     @contextlib.contextmanager
     def _apart(self, *stage):
-        """Enter a console stage, and exclude its time from the speed of the epoch."""
+        """Enter a console stage if one is given; exclude the time from the speed of the epoch."""
         start_time = time.monotonic()
-        with self.console.stage(*stage) as progress:
+        with self.console.stage(*stage) if stage else contextlib.nullcontext() as progress:
             yield progress
         self._seconds_apart += time.monotonic() - start_time
 
@@ -474,6 +500,13 @@ class Trainer:
         if self.world.device is not None:  # a recorded step has its own memory
             self.queue, self.step = self._make_step()
 
+    def _cut(self):
+        return Cut(self.position.iteration, self.validation.last_iteration)
+
+    def rewind_records(self) -> None:
+        """Remove the records that the run will repeat after it returned to an earlier state."""
+        self.writer.rewind(self._cut())
+
     def restart(self) -> None:
         """Prepare the run to continue on the ranks that remain after a loss. Collective."""
         self._results.clear()
@@ -483,7 +516,7 @@ class Trainer:
         # Create a new queue, because measured shares include the shares of lost ranks.
         self.queue, _ = self._make_step()
         self.writer.folder.lock.take_over()
-        self.writer.rewind(self.position.iteration)
+        self.rewind_records()
         if self.world.rank == 0:
             self.console.take_over()
         self._has_started = self.world.gop("and", self._has_started)

@@ -10,6 +10,7 @@ from image_sets import refusal
 import mpidl as dl
 from mpidl.report import Metrics, history, metrics
 from mpidl.report.history import HistoryRecorder
+from mpidl.report.metrics import Cut
 from mpidl.report.trackers import tracking
 
 
@@ -42,11 +43,11 @@ def test_columns_have_the_numbers_of_the_file(tmp_path):
 def test_a_recorder_removes_later_records(tmp_path):
     write(tmp_path / "metrics.jsonl")
     recorder = HistoryRecorder(metrics.read(tmp_path / "metrics.jsonl"))
-    recorder.cut(3)
+    recorder.cut(Cut(3, 3))
     history = recorder.history()
     assert history.iteration.iteration.tolist() == [1, 2, 3]
     assert len(history.epoch) == len(history.validation) == 1
-    recorder.cut(2)
+    recorder.cut(Cut(2, 2))
     assert len(recorder.history().epoch) == 0
 
 
@@ -74,7 +75,7 @@ def test_metrics_of_validations(tmp_path):
     np.testing.assert_array_equal(validation.metrics["f1"], [0.25, math.nan, math.nan])
     np.testing.assert_array_equal(validation.metrics["iou"], [math.nan, math.nan, 0.5])
     assert list(validation.as_dict())[-2:] == ["f1", "iou"]
-    recorder.cut(2)
+    recorder.cut(Cut(2, 2))
     assert list(recorder.history().validation.metrics) == ["f1"]
     names = tracking.scalars(
         {"kind": "validation", "loss": 0.5, "metrics": {"f1": 0.25, "x": None}}
@@ -128,7 +129,7 @@ def test_a_recorder_grows_beyond_the_memory_that_it_has_reserved(reserved, monke
         recorder.add({"kind": "iteration", "epoch": 1, "iteration": iteration, "loss": iteration})
         first = recorder.history() if iteration == 20 else first
     np.testing.assert_array_equal(recorder.history().iteration.loss, np.arange(1.0, 201))
-    recorder.cut(120)
+    recorder.cut(Cut(120, 120))
     recorder.add({"kind": "iteration", "epoch": 2, "iteration": 121})
     assert recorder.history().iteration.iteration[-2:].tolist() == [120, 121]
     assert first.iteration.iteration.tolist() == [*range(1, 21)]  # `first` is a copy

@@ -7,6 +7,7 @@ import pytest
 from image_sets import refusal
 
 from mpidl.report import Metrics, metrics
+from mpidl.report.metrics import Cut
 
 
 def write(path, iterations, **keywords):
@@ -45,12 +46,12 @@ def test_records_after_the_checkpoint_are_cut_at_resume(tmp_path):
     write(path, range(1, 8))
     with open(path, "a") as file:
         file.write('{"kind": "iteration", "epoch": 1, "iterat')
-    write(path, (5, 6), cut=4)
+    write(path, (5, 6), cut=Cut(4, 4))
     assert [record["iteration"] for record in metrics.read(path)] == [1, 2, 3, 4, 5, 6]
     assert len(path.read_text().splitlines()) == 6
     write(path, (1,))
     assert len(metrics.read(path)) == 1
-    write(tmp_path / "new.jsonl", (5,), cut=4)
+    write(tmp_path / "new.jsonl", (5,), cut=Cut(4, 4))
     assert os.listdir(tmp_path) and not list(tmp_path.glob("*.part"))
 
 
@@ -59,7 +60,7 @@ def test_records_are_cut_while_the_file_is_written(tmp_path):
     with Metrics(path) as records:
         for iteration in (1, 2, 3, 2, 3):
             if iteration == 2 and records.file.tell():
-                records.rewind(1)
+                records.rewind(Cut(1, 1))
             records.record("iteration", 1, iteration, 0.5, 0.01, 100.0, float(iteration))
     assert [record["iteration"] for record in metrics.read(path)] == [1, 2, 3]
 
@@ -70,7 +71,7 @@ def test_another_rank_continues_the_file_with_the_records_that_are_missing(tmp_p
     write(other, (1, 2, 3, 4))
     heir = Metrics(path, rank=1)
     heir.record("iteration", 1, 5, 0.5, 0.01, 100.0, 1.0)  # no effect before the rewind
-    heir.rewind(4, metrics.read(other))
+    heir.rewind(Cut(4, 4), metrics.read(other))
     heir.record_lost(1, 4, {"ranks": [0], "hosts": ["n1"], "ranks_left": 3, "seconds_lost": 0.5})
     heir.record("iteration", 1, 5, 0.5, 0.01, 100.0, 1.0)
     heir.close()

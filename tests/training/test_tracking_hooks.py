@@ -1,6 +1,5 @@
 """Test the hooks that record a run: what a tracker receives, and TensorBoard's event files."""
 
-import contextlib
 import os
 import sys
 import types
@@ -11,7 +10,7 @@ from short_training import pictures, small, trained
 
 import mpidl as dl
 from mpidl.errors import UserError
-from mpidl.report import Console
+from mpidl.evaluation import validation
 from mpidl.report.trackers import tracking
 from mpidl.training import tracking_hooks
 from mpidl.training.files.run_folder import make_folder
@@ -141,35 +140,6 @@ def test_an_error_after_the_last_epoch_leaves_the_result(world):
         assert [hook.calls.calls[-1] for hook in hooks] == 2 * [("close", "finished")]
 
 
-class Stages(Console):
-    """A console that stores the numbers of images that each stage reports."""
-
-    def __init__(self, rank):
-        super().__init__(rank, progress=False)
-        self.processed = {}
-
-    @contextlib.contextmanager
-    def stage(self, name, images=0):
-        self.processed[name] = []
-        yield self.processed[name].append
-
-
-class Signalled:
-    """A hook that requests a stop at the end, before the method `end` of the tracker runs."""
-
-    def end(self, trainer):
-        trainer.signals.name = "SIGUSR1"
-
-
-def test_the_confusion_matrix_is_a_stage_that_a_signal_ends(world, monkeypatch):
-    monkeypatch.setattr(base, "_can_draw", lambda classes: True)
-    monkeypatch.setattr(tracking_hooks.TrackingHook, "_draw_confusion", lambda *arguments: None)
-    for hooks, expected in (([CallsHook()], [20]), ([CallsHook(), Signalled()], [])):
-        stages = Stages(world.rank)
-        train(world, hooks, console=stages)
-        assert stages.processed["confusion on the validation set"] == expected
-
-
 class Stops:
     def __init__(self, iteration):
         self.iteration_to_stop = iteration
@@ -213,7 +183,7 @@ def test_a_network_without_class_names(world, drawn, loss, stop):
     assert net.classes is None and (result.stopped is not None) == bool(stop)
     if world.rank == 0:
         assert hook.calls.calls[-1] == ("close", "stopped" if stop else "finished")
-        assert drawn == ([("0", "1", "2")] if loss == "crossentropy" and not stop else [])
+        assert drawn == ([("0", "1", "2")] if loss == "crossentropy" else [])
 
 
 def confusions(hook):
@@ -221,31 +191,36 @@ def confusions(hook):
 
 
 def test_trackers_share_one_confusion_matrix(world, drawn, monkeypatch):
-    counts, evaluate = [], base.evaluate
-    monkeypatch.setattr(base, "evaluate", lambda *a, **b: counts.append(1) or evaluate(*a, **b))
+    counts, evaluate = [], validation.evaluate
+
+    def counted(*arguments, confusion=False, **options):
+        counts.append(confusion)
+        return evaluate(*arguments, confusion=confusion, **options)
+
+    monkeypatch.setattr(validation, "evaluate", counted)
     hooks = [CallsHook(), CallsHook()]
     train(world, hooks)
-    assert counts == [1]
+    assert counts == [False, False, False, True]  # only the final validation counts them
     if world.rank == 0:
         expected = [("confusion/validation", 6, b"matrix")]
         assert [confusions(hook) for hook in hooks] == [expected, expected]
 
 
 def test_a_signal_ends_the_pass_for_the_confusion_matrix(world, drawn, monkeypatch):
-    evaluate, results = base.evaluate, []
+    evaluate, results = validation.evaluate, []
 
-    def interrupted(*arguments, signals, **options):
-        if world.rank == world.size - 1:
+    def interrupted(*arguments, signals, confusion=False, **options):
+        if confusion and world.rank == world.size - 1:
             signals.name = "SIGTERM"
-        results.append(evaluate(*arguments, signals=signals, **options))
+        results.append(evaluate(*arguments, signals=signals, confusion=confusion, **options))
         return results[-1]
 
-    monkeypatch.setattr(base, "evaluate", interrupted)
+    monkeypatch.setattr(validation, "evaluate", interrupted)
     hook = CallsHook()
     train(world, [hook])
-    assert [result.images for result in results] == [0]
+    assert [result.images for result in results] == [20, 20, 20, 0]
     if world.rank == 0:
-        assert confusions(hook) == [] and hook.calls.calls[-1] == ("close", "finished")
+        assert confusions(hook) == [] and hook.calls.calls[-1] == ("close", "stopped")
 
 
 def test_records_are_written_before_each_checkpoint(world, tmp_path):

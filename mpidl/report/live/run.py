@@ -66,6 +66,7 @@ class LiveRun:
     def _clear(self):
         self.iterations, self.validations = Columns(COLUMNS), Columns(COLUMNS)
         self.ranks: dict[str, Any] | None = None
+        self.final_validation: dict[str, Any] = {}
 
     def poll(self, at_once: bool = False) -> None:
         """Read what the run has written, at most once per POLL_SECONDS unless `at_once` is true."""
@@ -101,6 +102,8 @@ class LiveRun:
             self.iterations.append(record)
         elif kind == "validation":
             self.validations.append(record)
+        elif kind == "final_validation":
+            self.final_validation = record
         elif kind == "ranks":
             self.ranks = record
 
@@ -173,8 +176,11 @@ class LiveRun:
         if reason and self.summary is None:
             return f"stopped: {reason}"
         text = f"done ({reason})" if reason else "done"
-        accuracy = number((self.summary or {}).get("accuracy"))
-        return f"{text}, test accuracy {accuracy:.4f}" if math.isfinite(accuracy) else text
+        sources = {"validation": self.final_validation, "test": self.summary or {}}
+        for name, source in sources.items():
+            accuracy = number(source.get("accuracy"))
+            text += f", {name} accuracy {accuracy:.4f}" if math.isfinite(accuracy) else ""
+        return text
 
     def why_no_stop(self) -> str | None:
         """Return the reason why the page cannot stop the run, or None if the page can."""

@@ -75,7 +75,7 @@ def render(runs: Sequence[RunFiles]) -> bytes:
         STYLE,
         element("h1", title),
         element("p", _subtitle(runs)),
-        *_section("Results", _results(runs, names)),
+        *_section("Results", _results(runs, names), *[element("p", text) for text in notes(runs)]),
         *_section("Curves", _curves(runs, names)),
         *_section("Options", *_options(runs, names)),
         *_section("Metrics on the test set", *_metrics(runs, names)),
@@ -121,6 +121,14 @@ def _subtitle(runs):
     return f"{folders}. Last record: {max(written)}."
 
 
+def notes(runs: Sequence[RunFiles]) -> list[str]:
+    """Return a text for each run whose final validation differs from the one in training."""
+    texts = [
+        (name, run.history.disagreement()) for name, run in zip(names_of(runs), runs, strict=True)
+    ]
+    return [f"note: {name}: {text}" for name, text in texts if text is not None]
+
+
 def _results(runs, names):
     head, rows = result_rows(runs, names)
     cells: list[list[Content]] = [list(row) for row in rows]
@@ -150,7 +158,8 @@ def _result(run: RunFiles, name: str) -> Any:
     """Return a result from the summary, or from the history if the run has no summary."""
     if run.summary:
         return run.summary.get(name)
-    validation, epochs = run.history.validation, run.history.epoch
+    history, epochs = run.history, run.history.epoch
+    validation = history.final_validation if len(history.final_validation) else history.validation
     latest = {
         "validation_accuracy": _last(validation.accuracy),
         "validation_loss": _last(validation.loss),
@@ -222,12 +231,14 @@ def _lines(run, field, prefix, colour):
         ("iteration", "mini-batches", "faint"),
         ("epoch", "training, mean over the epoch", "line"),
         ("validation", "validation", "dashed"),
+        ("final_validation", "validation of the returned network", "line"),
     ):
         series = getattr(history, kind)
         hidden = kind == "iteration" and not single and len(history.epoch)
         if len(series) and not hidden:
             name = title if single else f"{prefix}{title.split(',')[0]}"
-            shade = svg_charts.COLOURS[1] if single and kind == "validation" else colour
+            places = {"validation": 1, "final_validation": 2} if single else {}
+            shade = svg_charts.COLOURS[places[kind]] if kind in places else colour
             lines.append(svg_charts.Line(name, _points(series, field, factor), shade, style))
     return lines
 

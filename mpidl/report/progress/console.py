@@ -260,6 +260,18 @@ class Console:
             cells["epoch"] = str(self.last[0])
         self._row(cells, evaluation, evaluation.accuracy is not None)
 
+    def final_validation(self, evaluation: Scores, note: str | None) -> None:
+        """Print the validation of the returned network, and a note if there is one."""
+        if self.stream is None or not self.progress:
+            return
+        name, score = "loss", evaluation.loss
+        if evaluation.accuracy is not None:
+            name, score = "accuracy", evaluation.accuracy
+        text = f"{score:.4f}" if name == "accuracy" else f"{score:.6g}"
+        self.line(f"Validation {name} of the returned network: {text} ({evaluation.images} images)")
+        if note is not None:
+            self.line(f"note: {note}")
+
     def _row(self, cells, validation, has_accuracy):
         """Print a row of the table, with the scores of a validation if there is one."""
         if validation is not None:

@@ -115,7 +115,7 @@ class Run:
         else:
             if kind == "iteration":
                 self.last, self.state = record, "training"
-            elif kind == "validation":
+            elif kind in ("validation", "final_validation"):
                 self.validation = record
             x = record["iteration"]
             if kind == "epoch":  # the mean of an epoch is drawn at the middle of its iterations
@@ -181,6 +181,7 @@ class Run:
             ("mini-batch", "iteration", plots.TRAINING, "faint"),
             ("epoch", "epoch", plots.TRAINING, "line"),
             ("validation", "validation", plots.VALIDATION, "line"),
+            ("returned network", "final_validation", plots.FINAL, "line"),
         )
         return [
             svg_charts.Line(label, list(self.curves.get(f"{kind} {name}", ())), colour, style)

@@ -19,7 +19,9 @@ from mpidl.errors import UserError
 from mpidl.files import reason, write_whole
 from mpidl.text import pip_install
 
-GROUPS = {"iteration": "train", "epoch": "epoch", "validation": "validation"}
+GROUPS = {name: name for name in ("epoch", "validation", "final_validation")} | {
+    "iteration": "train"
+}
 NUMBERS = ("loss", "accuracy", "learning_rate", "images_per_second")
 BUCKETS = 64  # buckets of a histogram
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"  # states at the end of a run
@@ -95,8 +97,8 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     group = GROUPS.get(record["kind"])
     numbers = {name: record.get(name) for name in NUMBERS} | dict(record.get("metrics") or {})
     values = {} if group is None else {f"{group}/{name}": v for name, v in numbers.items()}
-    if group == "validation":
-        del values["validation/learning_rate"]
+    if group in ("validation", "final_validation"):
+        del values[f"{group}/learning_rate"]
     return {name: float(value) for name, value in values.items() if value is not None}
 
 

@@ -238,9 +238,9 @@ class RunWriter:
         The folder of the run. The constructor creates the folder on disk.
     world : World
         The ranks.
-    last_iteration : int, optional
-        Iteration of the checkpoint from which the run resumes. Records of later iterations are
-        removed from metrics.jsonl. By default, the run is new.
+    cut : Cut, optional
+        The position of the checkpoint from which the run resumes. Records that the run will repeat
+        are removed from metrics.jsonl. By default, the run is new.
 
     Attributes
     ----------
@@ -253,7 +253,7 @@ class RunWriter:
         Functions without arguments that rank 0 calls before it writes a checkpoint.
     """
 
-    def __init__(self, folder: RunFolder, world: World, last_iteration: int | None = None) -> None:
+    def __init__(self, folder: RunFolder, world: World, cut: metrics.Cut | None = None) -> None:
         self.folder, self.out, self.world = folder, folder.out, world
         self.metrics: Metrics | None = None
         self.record_error: UserError | LostLock | None = None
@@ -267,9 +267,9 @@ class RunWriter:
         if folder.out is not None:
             folder.make()
             path = os.path.join(self.out, history.FILE)
-            open_metrics = functools.partial(Metrics, path, world.rank, cut=last_iteration)
+            open_metrics = functools.partial(Metrics, path, world.rank, cut=cut)
             self.metrics = call_together(world, open_metrics)
-            if last_iteration:
+            if cut is not None and cut.iteration:
                 self.recorder = on_rank_0(world, lambda: _recorded(path))
 
     def write(self, function: Callable[[], object]) -> None:
@@ -374,14 +374,14 @@ class RunWriter:
         if self.metrics is not None:
             self._try(self.metrics.record_lost, *arguments)
 
-    def rewind(self, iteration: int) -> None:
-        """Remove the records after an iteration, because the run will repeat the later iterations.
+    def rewind(self, cut: metrics.Cut) -> None:
+        """Remove the records that the run will repeat.
 
         The current rank 0 may not be the rank that wrote the records.
         """
-        self.recorder.cut(iteration)
+        self.recorder.cut(cut)
         if self.metrics is not None and self.world.rank == 0:
-            self._try(self.metrics.rewind, iteration, self.recorder.records())
+            self._try(self.metrics.rewind, cut, self.recorder.records())
 
     def plot(self, end: bool = False) -> None:
         """Start to draw progress.png, at most once per `PLOT_SECONDS`.

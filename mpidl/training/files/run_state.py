@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidl.errors import UserError
-from mpidl.training import input_pipeline, skipped_images
+from mpidl.training import batchnorm_moving, input_pipeline, skipped_images
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.optimizers.checks import describe_spec
 from mpidl.training.options.configuration import changed_on_resume, resumable, shares
@@ -42,6 +42,9 @@ def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     if trainer.rollback is not None:
         kept_tables, kept_facts = trainer.rollback.stored(trainer.position)
     tables |= input_pipeline.tables(net) | kept_tables
+    updates = trainer.position.statistics_updates
+    if initial := batchnorm_moving.relevant(net, trainer.initial_state, updates):
+        tables["initial_state"] = initial
     facts = {
         "network": net.spec(),
         "input_shape": net.input_shape,
@@ -83,6 +86,7 @@ def restore(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> 
             f"found {describe_spec(trainer.optimizer_spec)}"
         )
     set_progress(trainer, arrays, facts)
+    trainer.initial_state = arrays.get("initial_state", {})
     skipped_images.restore(trainer, facts)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from mpidl.comm import World
 from mpidl.data import gallery
 from mpidl.errors import UserError
-from mpidl.evaluation.evaluate import Evaluation, evaluate
+from mpidl.evaluation.evaluate import Evaluation
 from mpidl.files import call_together
 from mpidl.losses import has_class_scores
 from mpidl.report import confusion
@@ -76,6 +76,9 @@ class TrackingHook:
             call_together(
                 trainer.world, lambda: self._start(trainer) if not trainer.world.rank else None
             )
+        can_draw = has_class_scores(trainer.loss) and _can_draw(trainer.net.output_shape[0])
+        if trainer.world.broadcast(can_draw):
+            trainer.validation.counts_confusions = True
 
     def _start(self, trainer):
         position = trainer.position.iteration
@@ -142,7 +145,7 @@ class TrackingHook:
             The run.
         """
         state = tracking.STOPPED if trainer.signals.agreed else tracking.FINISHED
-        validated = self._validation(trainer)
+        validated = trainer.validation.final
 
         def write():
             if self._tracker is not None and validated is not None:
@@ -200,7 +203,7 @@ class TrackingHook:
     def _record(self, record):
         """Pass a record to the tracker. If that fails, `epoch` or `end` raises the error."""
         if self._tracker is not None:
-            self._step = record["iteration"]
+            self._step = max(self._step, record["iteration"])
             with self._deferred():
                 self._tracker.scalars(self._step, tracking.scalars(record))
 
@@ -219,34 +222,6 @@ class TrackingHook:
         for name, values in arrays.items():
             histogram = tracking.histogram(np.asarray(values))
             self._tracker.histogram(f"{group}/{name}", step, histogram)
-
-    def _validation(self, trainer):
-        """Return the evaluation to draw as a confusion matrix, or None. Collective.
-
-        All trackers of a run share one evaluation. If a signal interrupts the evaluation, the
-        result is None.
-        """
-        validation, signals, loss = trainer.validation, trainer.signals, trainer.loss
-        if validation.store is None or not has_class_scores(loss) or signals.agreed:
-            return None
-        can_draw = self._tracker is not None and _can_draw(trainer.net.output_shape[0])
-        if not trainer.world.broadcast(can_draw):
-            return None
-        if validation.final is None:
-            count = len(validation.store)
-            with trainer.console.stage("confusion on the validation set", count) as advance:
-                evaluation = evaluate(
-                    *(trainer.net, validation.store),
-                    world=trainer.world,
-                    prefetch=trainer.options.prefetch,
-                    signals=signals,
-                    loss=loss,
-                    confusion=True,
-                    progress=advance,
-                )
-            if not signals.agreed:
-                validation.final = evaluation
-        return validation.final
 
     def _draw_confusion(self, name, evaluation):
         table = evaluation.confusion

@@ -8,6 +8,7 @@ import pytest
 from mpidl.report import Metrics
 from mpidl.report.live import tail
 from mpidl.report.live.folder import Folder
+from mpidl.report.metrics import Cut
 
 
 def line(iteration, **values):
@@ -84,7 +85,7 @@ def test_a_resumed_run_that_cuts_the_file_restarts_it(path, reader):
     """A file that `Metrics` has cut is read again from the start, even if it is longer now."""
     append(path, "".join(map(line, range(1, 6))))
     assert numbers(reader.read()) == ([1, 2, 3, 4, 5], True)
-    with Metrics(str(path), cut=2) as metrics:
+    with Metrics(str(path), cut=Cut(2, 2)) as metrics:
         for iteration in range(3, 10):
             metrics.record("iteration", 1, iteration, 1.0, 0.1, 10.0, 1.0)
     assert numbers(reader.read()) == (list(range(1, 10)), True)

@@ -60,13 +60,13 @@ def test_the_display_of_a_training(recorded, displays, world):
     ((run, updates),) = displays
     assert len(updates) == 1 and updates[0].startswith("epoch 2 of 2, iteration 6 of 6, loss ")
     assert f"validation loss {result.validation_loss:.4f}" in updates[0]
-    assert f"validation f1 {result.history.validation.metrics['f1'][-1]:.4f}" in updates[0]
+    assert f"validation f1 {result.history.final_validation.metrics['f1'][-1]:.4f}" in updates[0]
     assert updates[0].endswith("elapsed, finished")
     assert [x for x, _ in run.curves["epoch loss"]] == [1.5, 4.5]
     assert [x for x, _ in run.curves["validation accuracy"]] == [3, 6]
     assert len(list(run.curves["iteration loss"])) == 6
     html = run._repr_mimebundle_()["text/html"]
-    assert len(elements(html, "svg")) == 2 and len(elements(html, "polyline")) == 6
+    assert len(elements(html, "svg")) == 2 and len(elements(html, "polyline")) == 8
     assert "script" not in html
 
 
