@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 
 from mpidl.errors import UserError
-from mpidl.nn.layers import Conv2D, Dense, Softmax
+from mpidl.nn.layers import Conv2D, Dense, Softmax, Weighted
 from mpidl.nn.network import Network
 from mpidl.ops import check
+from mpidl.text import did_you_mean, printable
 
 
 def transfer(
@@ -141,8 +142,17 @@ def _names_up_to(net, name, head):
     spelled = f"freeze_up_to (--freeze-up-to) {name}"
     try:
         last = net.layer_number(name)
-    except KeyError as error:
-        raise UserError(f"{spelled}: {error.args[0]}") from None
+    except KeyError:
+        weighted = [
+            layer.name
+            for layer in net.layers[: net.layer_number(head)]
+            if isinstance(layer, Weighted)
+        ]
+        guess = did_you_mean(name, net.layer_names)
+        raise UserError(
+            f"{spelled}: no layer {printable(name)}{guess or ';'} the layers with weights before "
+            f"{head} are, in order, {', '.join(map(printable, weighted)) or 'none'}"
+        ) from None
     if last >= net.layer_number(head):
         raise UserError(f"{spelled}: expected a layer before {head}, which must be trained")
     return net.layer_names[: last + 1]

@@ -222,7 +222,10 @@ def test_refused_weights(pictures, weights, tmp_path):
 
     path = weights["h5"]
     line = refused("--weights", path, "--freeze-up-to", "conv9")
-    assert line == "freeze_up_to (--freeze-up-to) conv9: no layer conv9: did you mean conv2?"
+    assert line == (
+        "freeze_up_to (--freeze-up-to) conv9: no layer conv9: did you mean conv2? the layers with "
+        "weights before dense1 are, in order, conv1, conv2"
+    )
     assert refused("--weights", tmp_path / "none.h5").endswith("none.h5: no such file")
     line = refused("--weights", "s3://bucket/a.h5")
     assert line == "--weights s3://bucket/a.h5: expected a file on a file system, found a URL"

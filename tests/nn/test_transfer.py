@@ -8,6 +8,7 @@ from single_rank import numbers
 
 import mpidl as dl
 from mpidl.data.transforms.normalize import Normalization
+from mpidl.nn import zoo
 
 SHAPE = (2, 7, 6)
 NAMES = ("ant", "bee", "cow")
@@ -114,7 +115,16 @@ def test_frozen_layers():
 def test_refused_arguments():
     net = network()
     text = refusal(dl.transfer, net, NAMES, freeze_up_to="conv9")
-    assert text == "freeze_up_to (--freeze-up-to) conv9: no layer conv9: did you mean conv2?"
+    assert text == (
+        "freeze_up_to (--freeze-up-to) conv9: no layer conv9: did you mean conv2? the layers with "
+        "weights before dense1 are, in order, conv1, conv2"
+    )
+    text = refusal(dl.transfer, zoo.alexnet_torchvision(seed=None), NAMES, freeze_up_to="conv5")
+    assert text == (
+        "freeze_up_to (--freeze-up-to) conv5: no layer conv5; the layers with weights before "
+        "classifier_6 are, in order, features_0, features_3, features_6, features_8, features_10, "
+        "classifier_1, classifier_4"
+    )
     text = refusal(dl.transfer, net, NAMES, freeze_up_to="dense1")
     assert text.endswith("dense1: expected a layer before dense1, which must be trained")
     for factor in (0, -1, np.inf, np.nan, "2"):
