@@ -217,11 +217,12 @@ def _library(network, arrays):
 def zoo_networks(arrays: Mapping[str, np.ndarray]) -> list[str]:
     """Return the names of the zoo's networks whose weights have the shapes of these arrays.
 
-    The number of outputs may differ. Biases and statistics are not compared, because a batch
-    normalization may be part of the convolution before it.
+    The number of outputs may differ. Biases and statistics are only counted, to prefer a network
+    with or without batch normalization, because it may be part of the convolution before it.
     """
     shapes = collections.Counter(_flat(a.shape) for a in arrays.values() if a.ndim > 1)
-    names = []
+    count = sum(a.ndim > 0 for a in arrays.values())
+    names, complete = [], []
     for name, create in zoo.NETWORKS.items():
         net = create(seed=None)
         expected = collections.Counter(
@@ -231,7 +232,15 @@ def zoo_networks(arrays: Mapping[str, np.ndarray]) -> list[str]:
         is_other_head = len(extra) == len(missing) == 1 and extra[0][1] == missing[0][1]
         if extra == missing == [] or (is_other_head and missing[0][0] == net.output_shape[0]):
             names.append(name)
-    return names
+            if count in (len(net.parameters), len(net.parameters) + len(net.state)):
+                complete.append(name)
+    return complete or names
+
+
+def zoo_hint(arrays: Mapping[str, np.ndarray]) -> str:
+    """Return "; ..." with the zoo's networks that the arrays of a file fit, or ""."""
+    names = [f"--network {name}" for name in zoo_networks(arrays)]
+    return f"; the weights have the shapes of {' and of '.join(names)}" if names else ""
 
 
 def _flat(shape):

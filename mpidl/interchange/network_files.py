@@ -214,7 +214,7 @@ def _load_onnx_into(path, build, normalization):
         if [array.shape for array in expected.values()] != [array.shape for array in values]:
             raise UserError(
                 f"{printable(path)}: expected the {table} of the network, {_shapes(expected)}, "
-                f"found {_shapes(arrays)}"
+                f"found {_shapes(arrays)}{input_pixels.zoo_hint(source.parameters)}"
             )
         setattr(net, table, dict(zip(expected, values, strict=True)))
     net.unwhitened = []

@@ -133,6 +133,7 @@ def assign(
             repr(name) for name in LIBRARIES if name != names and fits(net, arrays, name, path)
         ]
         hint = f"; the names of {' and '.join(fitting)} fit (names=, --names)" if fitting else ""
+        hint = hint or input_pixels.zoo_hint(arrays)
         raise UserError(f"{printable(path)}: {'; '.join(errors)}{hint}")
     with np.errstate(over="ignore"):
         values = {

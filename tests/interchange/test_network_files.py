@@ -1,6 +1,7 @@
 """Test loading weights into a network that the caller defines: names, sizes, refused files."""
 
 import json
+import os
 
 import numpy as np
 import onnx
@@ -98,6 +99,39 @@ def test_onnx_files_of_other_libraries_are_matched_by_the_order_of_layers(tmp_pa
 
     text = refusal(loaded, tmp_path / "a.onnx", SHAPE, 7, other)
     assert "expected the parameters of the network, conv1.weight (20, 3, 5, 5), conv1.bias" in text
+
+
+def test_weights_of_another_network_of_the_zoo(tmp_path):
+    """The error names the network whose weights have the shapes of the file."""
+
+    def fill(name, classes=1000):
+        """Write weights with the names of torchvision, or of mpidl, and without a description."""
+        net = zoo.NETWORKS[name](classes=classes, seed=None)
+        arrays = {name: np.zeros(a.shape, np.float16) for name, a in net.parameters.items()}
+        if name in zoo.torchvision.NETWORKS:
+            arrays = {name.replace("_", "."): a for name, a in arrays.items()}
+        safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
+        return tmp_path / "a.safetensors"
+
+    def alexnet(input_shape, outputs):
+        return zoo.alexnet(input_shape, outputs, seed=None)
+
+    for name, classes in (("alexnet_torchvision", 7), ("squeezenet1_1", 1000)):
+        text = refusal(loaded, fill(name, classes), (3, 227, 227), 1000, alexnet)
+        assert text.endswith(f"; the weights have the shapes of --network {name}")
+    # an ONNX file, whose weights have other names: the AlexNet of Caffe in the onnx package
+    folder = os.path.join(os.path.dirname(onnx.__file__), "backend", "test", "data", "light")
+    path = os.path.join(folder, "light_bvlc_alexnet.onnx")
+    text = refusal(loaded, path, SHAPE, 7, zoo.alexnet_torchvision)
+    assert text.endswith("; the weights have the shapes of --network alexnet")
+    text = refusal(loaded, fill("digits", 5), (3, 227, 227), 1000, alexnet)
+    assert "the weights have the shapes of --network digits" in text
+    arrays = {
+        "a.weight": np.zeros((3, 2, 1, 1), np.float32)
+    }  # a network that the zoo does not have
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
+    text = refusal(loaded, tmp_path / "a.safetensors", (3, 227, 227), 1000, alexnet)
+    assert "--network" not in text
 
 
 def test_damaged_descriptions(tmp_path):
