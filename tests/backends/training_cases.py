@@ -196,6 +196,14 @@ def trust(method):
     yield Case("trust", method, arguments, 2e-7)
     few = {"decays": [0, *DECAYS[1:4]], "coefficients": [1, *COEFFICIENTS[1:4]], "method": method}
     yield Case("trust", f"{method}, zero weights", {"weights": zero, "updates": zero} | few, 2e-7)
+    # the update is zero but the weights are not, and the other way round
+    for name, pair in {
+        "updates": (LEARNABLES[:4], zero),
+        "weights": (zero, LEARNABLES[:4]),
+    }.items():
+        arguments = dict(zip(("weights", "updates"), pair, strict=True)) | few
+        decaying = arguments | {"decays": [0.5, *DECAYS[1:4]]}
+        yield Case("trust", f"{method}, decay, only {name} are zero", decaying, 2e-7)
     arguments = {"weights": LARGE_LEARNABLES, "updates": LARGE_GRADIENTS} | options
     yield Case("trust", f"{method}, large", arguments, 0, backends=CPU)
 

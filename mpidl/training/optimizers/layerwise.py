@@ -45,8 +45,10 @@ class LarsTrustRatio(Transform):
 
     Notes
     -----
-    The ratio is 1 if the weights or the update are zero. Norms are computed in float64 in a fixed
-    order, so that all ranks compute the same bytes.
+    If only the update is zero, the ratio is coefficient / decay, as in the paper, so the weights
+    still decay. The paper's ratio of zero weights is 0, so such weights would never change; here,
+    the ratio is then 1. Norms are computed in float64 in a fixed order, so that all ranks compute
+    the same bytes.
     """
 
     counts_steps = False
@@ -78,6 +80,7 @@ class LambTrustRatio(LarsTrustRatio):
 
     This is the layerwise adaptation in algorithm 2 of You et al., "Large batch optimization for
     deep learning: training BERT in 76 minutes", 2020, with the identity as the scaling function.
+    The ratio is 1 if the weights or the update are zero.
 
     Parameters
     ----------

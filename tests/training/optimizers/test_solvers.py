@@ -245,6 +245,26 @@ def test_layerwise_steps_are_those_of_the_papers(solver, decay):
         assert distance(ours, layerwise_loop(solver, RATES, decay=decay, coefficient=0.05)) < 1e-6
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_lars_without_a_gradient_follows_the_paper(decay):
+    """By equation 6, r = coefficient |w| / (|g| + decay |w|): w shrinks by rate * coefficient."""
+    weights = tables(0)
+    zeros = {name: np.zeros_like(array) for name, array in weights.items()}
+    optimizer, w = dl.LARS(0.5, l2=decay, trust_coefficient=0.02), weights
+    expected, velocity = weights["conv1.weight"].astype(np.float64), 0.0
+    for _ in range(4):
+        w = optimizer(w, zeros)
+        norm = np.linalg.norm(expected)
+        ratio = 0.02 * norm / (0.0 + decay * norm) if decay else 1.0
+        velocity = 0.9 * velocity - 0.5 * ratio * decay * expected
+        expected = expected + velocity
+    np.testing.assert_allclose(w["conv1.weight"], expected, rtol=1e-6)
+    assert np.array_equal(w["conv1.bias"], weights["conv1.bias"])
+    assert np.array_equal(w["conv1.weight"], weights["conv1.weight"]) == (not decay)
+    started = dl.LARS(0.5, l2=decay)(zeros, weights)  # zero weights take a step of SGD
+    np.testing.assert_allclose(started["conv1.weight"], -0.5 * weights["conv1.weight"], rtol=1e-6)
+
+
 def test_what_decays():
     """`decay_exclude` excludes learnables from the decay. Layers' factors multiply the decay.
 
