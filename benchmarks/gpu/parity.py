@@ -47,39 +47,37 @@ UNCOMPARED = {"statistics", "batchnorm_factors", "running", "predict_scale", "so
 UNCOMPARED |= {"step_number", "reciprocal", "zeros_like", "from_numpy", "images"}
 
 
-def check_networks(report, world, networks, count=COUNT, kinds=KINDS):
-    """Compare all calls of a training step of some networks with the reference.
+def check_network(report, world, title, net, count=COUNT, kinds=KINDS):
+    """Compare all calls of a training step of a network with the reference.
 
     Parameters
     ----------
     report : Report
-        Receives a check for each network and kind, and a table of the largest errors.
+        Receives a check for each kind, and a table of the largest errors.
     world : World
         A world of one rank on a GPU.
-    networks : dict of str to Network
-        Networks by name.
+    title : str
+        Name of the network.
+    net : Network
+        The network.
     count : int
         Number of images in the mini-batch.
     kinds : tuple
         Ways to compute products, in the form of KINDS.
     """
-    rows = []
-    for title, net in networks.items():
-        comparison = Comparison(count, kinds)
-        with comparison:
-            step(world, net, count)
-        for kind, *_ in kinds:
-            errors = comparison.errors[kind]
-            failed = [name for name, (excess, *_) in errors.items() if not excess <= 1]
-            rows += [
-                [title, kind, name, f"{e:.1e}", place] for name, (_, e, place) in errors.items()
-            ]
-            largest = max((error for _, error, _ in errors.values()), default=0.0)
-            text = f"{len(errors)} functions, errors at most {largest:.1e}"
-            text += f"; too large: {', '.join(failed)}" if failed else ""
-            report.check(f"ops of {title}, {kind}", not failed, text)
-        head = ["network", "products", "function", "error", "in"]
-        report.table("Largest errors relative to float64 NumPy", head, rows)
+    comparison, rows = Comparison(count, kinds), []
+    with comparison:
+        step(world, net, count)
+    for kind, *_ in kinds:
+        errors = comparison.errors[kind]
+        failed = [name for name, (excess, *_) in errors.items() if not excess <= 1]
+        rows += [[kind, name, f"{e:.1e}", place] for name, (_, e, place) in errors.items()]
+        largest = max((error for _, error, _ in errors.values()), default=0.0)
+        text = f"{len(errors)} functions, errors at most {largest:.1e}"
+        text += f"; too large: {', '.join(failed)}" if failed else ""
+        report.check(f"ops of {title}, {kind}", not failed, text)
+    head = ["products", "function", "error", "in"]
+    report.table(f"{title}: largest errors relative to float64 NumPy", head, rows)
 
 
 def step(world, net, count=COUNT):

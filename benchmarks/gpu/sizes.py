@@ -14,7 +14,8 @@ class Sizes(NamedTuple):
     Attributes
     ----------
     networks : dict
-        Networks of the parity stage, {title: (value of --network, image shape or None)}.
+        Networks of the parity stage, {title: (value of --network, image shape or None)}, the
+        largest one last.
     each_function_once : bool
         Whether "every op" is only the first case of each function.
     trained : str

@@ -87,10 +87,9 @@ def test_an_unknown_gpu_has_measured_rates():
 def test_parity_of_a_residual_network(gpu):
     """Every kind of layer is compared, also without a bias and with branches."""
     report = Report("parity")
-    nets = {"residual": SMALL.nets()["residual"]}
-    parity.check_networks(report, gpu, nets)
+    parity.check_network(report, gpu, "residual", SMALL.nets()["residual"])
     assert not report.failed and len(report.record["checks"]) == len(parity.KINDS)
-    functions = {row[2] for row in report.record["tables"][0]["rows"]}
+    functions = {row[1] for row in report.record["tables"][0]["rows"]}
     expected = {"conv2d", "conv2d_backward", "dense_backward", "moments", "optimizer_step", "add"}
     expected |= {"concat", "split", "dropout", "cross_channel_norm", "pad2d", "prelu_dslope"}
     assert expected | {"transposed_conv2d_backward", "max_pool2d_dx"} <= functions
@@ -105,7 +104,7 @@ def test_parity_finds_an_error(gpu, monkeypatch):
 
     monkeypatch.setattr(parity.REFERENCE, "conv2d", with_error)
     report = Report("parity")
-    parity.check_networks(report, gpu, {"plain": SMALL.nets()["plain"]}, kinds=parity.KINDS[:1])
+    parity.check_network(report, gpu, "plain", SMALL.nets()["plain"], kinds=parity.KINDS[:1])
     assert report.failed == ["ops of plain, fp32"]
     assert report.record["checks"][0]["found"].endswith("too large: conv2d")
 
@@ -115,8 +114,8 @@ def test_parity_finds_an_error(gpu, monkeypatch):
 def test_parity_of_resnet18(gpu):
     """The layers of the zoo's residual networks are compared, here with few pixels."""
     report = Report("parity")
-    net = {"resnet18": subject.network("resnet18", (3, 32, 32))}
-    parity.check_networks(report, gpu, net, count=2, kinds=parity.KINDS[:1])
+    net = subject.network("resnet18", (3, 32, 32))
+    parity.check_network(report, gpu, "resnet18", net, count=2, kinds=parity.KINDS[:1])
     assert not report.failed
 
 

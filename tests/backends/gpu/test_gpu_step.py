@@ -112,6 +112,30 @@ def test_ranks_on_one_gpu_share_its_memory(world, monkeypatch):
         assert queue.resident == resident
 
 
+def test_a_data_set_is_resident_only_in_free_memory(world, monkeypatch):
+    store = pictures(30)
+    nbytes = store.images.nbytes + 4 * len(store)
+    for free, resident in ((2 * nbytes, True), (2 * nbytes - 1, False)):
+        monkeypatch.setattr(world.device, "free_memory", lambda free=free: free, raising=False)
+        assert device_queue.DeviceQueue(store, 10, 0, world, "never").resident == resident
+
+
+def test_a_step_that_does_not_fit_beside_the_data_set_gets_its_memory(world, monkeypatch):
+    """The data set is then uploaded by mini-batches, and the weights are the same."""
+    expected = weights_sha256(trained(world, epochs=1))
+    resident, read = [], device_queue.Reader.read
+
+    def limited(reader):
+        resident.append(reader.resident)
+        if reader.resident:
+            raise MemoryError("no memory for the step")
+        return read(reader)
+
+    monkeypatch.setattr(device_queue.Reader, "read", limited)
+    assert weights_sha256(trained(world, epochs=1)) == expected
+    assert resident == [True, False]
+
+
 @pytest.mark.parametrize("frozen", ["dense1", "dense2", "dense3"])
 def test_frozen_weights_are_not_trained(world, frozen):
     layers = [dl.Dense(6), dl.ReLU(), dl.Dense(5), dl.ReLU(), dl.Dense(CLASSES)]
