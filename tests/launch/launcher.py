@@ -67,7 +67,10 @@ class Job(subprocess.Popen):
         return super().__exit__(*exception)
 
     def rank_pids(self):
-        """Return {rank: process id} of the ranks that have started."""
+        """Return {rank: process id} of the ranks that have started.
+
+        A process that a rank has started, even if it has just been forked, is not a rank.
+        """
         pids = {}
         for pid in _descendants(self.pid):
             with contextlib.suppress(OSError):
@@ -75,7 +78,7 @@ class Job(subprocess.Popen):
                 env = dict(word.partition("=")[::2] for word in words.split("\0"))
                 rank = env.get("PMI_RANK") or env.get("OMPI_COMM_WORLD_RANK")
                 if rank is not None:
-                    pids[int(rank)] = pid
+                    pids.setdefault(int(rank), pid)  # parents precede their children
         return pids
 
     def print_stacks(self):

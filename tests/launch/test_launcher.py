@@ -35,6 +35,18 @@ def test_rank_pids():
     assert_gone(pids.values())
 
 
+def test_a_process_that_a_rank_has_started_is_not_the_rank(tmp_path):
+    """A process that has just been forked still has the variables of the rank."""
+    text = "import os, sys; from mpi4py import MPI; child = os.fork(); "
+    text += "path = f'{sys.argv[1]}/{os.getpid()}'; open(path, 'w') if child else None; "
+    text += "import time; time.sleep(600)"
+    with start(2, "-c", text, tmp_path) as job:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        assert {str(pid) for pid in job.rank_pids().values()} == {
+            path.name for path in tmp_path.iterdir()
+        }
+
+
 # The ranks of a pool have a separate sys.stdout for each command, so that `print` is safe.
 SAY_WORLD = "import mpidl as dl; w = dl.World(); print(f'{w.rank}/{w.size}')"
 
