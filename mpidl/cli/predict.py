@@ -130,7 +130,8 @@ def _activations(parsed, world, net, images):
     _write(parsed, world, part, images, "activations")
     if world.rank == 0:
         shape = "x".join(map(str, part.output_shape))
-        print(f"Activations: {shape} of {parsed.activations}, {len(images)} images: {parsed.out}")
+        text = f"Activations: {shape} of {parsed.activations}, {len(images)} images"
+        print(f"{text}: {printable(parsed.out)}")
 
 
 def _outputs(parsed, world, net, images, loss):
@@ -245,7 +246,7 @@ def _print_files(paths):
     """Print the title and path of each written file in {title: path}; skip paths that are None."""
     for title, path in paths.items():
         if path:
-            print(f"{title}: {path}")
+            print(f"{title}: {printable(path)}")
 
 
 def _batches(parsed, world, net, images, function):

@@ -24,6 +24,7 @@ from mpidl.errors import Fault, UserError
 from mpidl.performance import figures, prediction, report, results, study
 from mpidl.performance.simulation import Link
 from mpidl.report.progress.rows import clock
+from mpidl.text import printable
 from mpidl.training.options import configuration
 
 EXIT_CODES = """\
@@ -305,7 +306,7 @@ def _run(command, runs, threads):
         print(f"Study: {kind} scaling on {counts} ranks, {threads} thread(s) each")
         if len(due) < len(all_runs):
             print(f"Before: {len(all_runs) - len(due)} of {len(all_runs)} runs; {len(due)} to do")
-    print(f"Results: {plan.out}", flush=True)
+    print(f"Results: {printable(plan.out)}", flush=True)
     content = _earlier_content(plan.out, parsed.overwrite)
     content |= {"format": 1, "study": plan.identity()}
     if parsed.accuracy is not None:
@@ -408,7 +409,7 @@ def _show(out, content):
         print(line)
     names = figures.draw(out, content)
     drawn = f", {figures.OVERVIEW}.png and {len(names) - 1} more figures" if names else ""
-    print(f"Table: {os.path.join(out, report.CSV)}, {report.JSON}{drawn}", flush=True)
+    print(f"Table: {printable(os.path.join(out, report.CSV))}, {report.JSON}{drawn}", flush=True)
 
 
 def _table_only(out, accuracy):

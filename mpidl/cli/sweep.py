@@ -15,6 +15,7 @@ from mpidl.files import on_rank_0, reason
 from mpidl.report import stop_file
 from mpidl.report import sweep_table as report
 from mpidl.report.progress.rows import clock
+from mpidl.text import printable
 from mpidl.training import sweep as dispatch
 from mpidl.training.files import checkpoint, trial_folder
 from mpidl.training.files.run_lock import RunLock
@@ -209,14 +210,14 @@ class Command:
     def _announce(self, group, due):
         states = [folder.state() for folder in self.folders]
         ranks = group.job.size // group.count
-        print(f"Sweep: {self.sweep.path}, {len(self.all)} trials")
+        print(f"Sweep: {printable(self.sweep.path)}, {len(self.all)} trials")
         print(f"Ranks: {group.job.size}, {group.count} group(s) of {ranks}")
         earlier = [f"{states.count(s)} {s}" for s in (COMPLETE, FAILED, STOPPED) if s in states]
         if earlier:
             print(f"Before: {', '.join(earlier)}; {due} to train")
             if FAILED in states and not self.retry_failed:
                 print("To train failed trials again, add --retry-failed")
-        print(f"Results: {self.out}", flush=True)
+        print(f"Results: {printable(self.out)}", flush=True)
 
     def _attempt(self, group, folder, signals):
         """Train a trial on a group; return the exit code that mpidl.train would return."""
@@ -322,19 +323,19 @@ class Command:
         report.print_table(rows, varied)
         for row, folder in zip(rows, self.all, strict=True):
             if row["state"] == FAILED:
-                print(f"Failed: {folder.name}: {row['error']}")
+                print(f"Failed: {folder.name}: {printable(str(row['error']))}")
         if self.sweep.folds:
             self._finish_folds(rows, varied)
         elif (best := report.best_of(rows)) is not None:
             score = report.score_of(rows)
             text = f"{score.replace('_', ' ')} {report.cell(score, best[score])}"
-            print(f"Best: {self.all[best['trial'] - 1].path}, {text}")
+            print(f"Best: {printable(self.all[best['trial'] - 1].path)}, {text}")
         if speed is not None and speed[0]:
             count, seconds = speed
             rate = 60 * count / max(seconds, 1e-9)
             print(f"Models: {count} in {clock(seconds)}, {rate:.3g} per minute")
         pictures = f", {report.PNG}" if has_picture else ""
-        print(f"Table: {os.path.join(self.out, report.CSV)}{pictures}", flush=True)
+        print(f"Table: {printable(os.path.join(self.out, report.CSV))}{pictures}", flush=True)
 
     def _finish_folds(self, rows, varied):
         """Write folds.csv, and print the mean scores over the folds and the best setting."""

@@ -21,6 +21,7 @@ from mpidl.files import on_rank_0
 from mpidl.losses import has_class_scores
 from mpidl.report import Console, metrics
 from mpidl.report.trackers import tracking
+from mpidl.text import printable
 from mpidl.training import (
     input_pipeline,
     live_page,
@@ -272,7 +273,7 @@ def _preview(path, train_set, settings, world):
 
     def draw():
         model_file.write_whole(path, gallery.gallery(train_set, augmenter, settings.seed))
-        print(f"Preview: {path}")
+        print(f"Preview: {printable(path)}")
 
     on_rank_0(world, draw)
     return 0

@@ -24,7 +24,7 @@ from mpidl.errors import UserError
 from mpidl.evaluation.ranking import Ranking
 from mpidl.files import write_whole
 from mpidl.nn import Network
-from mpidl.text import aligned, class_names, did_you_mean
+from mpidl.text import aligned, class_names, did_you_mean, printable
 
 Vector: TypeAlias = np.ndarray
 
@@ -68,12 +68,14 @@ class ClassMetrics:
         Returns
         -------
         list of list of str
-            Numbers have four decimals. Cells without a value are empty.
+            Numbers have four decimals. Cells without a value are empty. Control characters in names
+            are escaped.
         """
         table = [["class", *self.values]]
         for i, name in enumerate(self.classes):
             vectors = (self.per_class.get(metric) for metric in self.values)
-            table.append([name, *("" if v is None else _cell(v[i]) for v in vectors)])
+            cells = ("" if v is None else _cell(v[i]) for v in vectors)
+            table.append([printable(name), *cells])
         return [*table, ["all", *map(_cell, self.values.values())]]
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from mpidl.errors import UserError
 from mpidl.files import write_whole
 from mpidl.report import confusion as picture
-from mpidl.text import aligned, class_names
+from mpidl.text import aligned, class_names, printable
 
 LARGEST = 1000  # largest number of classes for which a run counts confusions (8 MB per rank)
 MAX_CLASSES = 20  # with more classes, only the most frequent confusions are printed
@@ -80,10 +80,11 @@ class Confusion:
         list of list
             The first row holds headings. One row per class follows, with the name, the counts and
             the recall of the class. The last row holds the precision of each class and the
-            accuracy.
+            accuracy. Control characters in names are escaped.
         """
-        table: list[list[str | int]] = [["true \\ predicted", *self.classes, "recall"]]
-        for name, counts, recall in zip(self.classes, self.counts, self.recall, strict=True):
+        names = [printable(name) for name in self.classes]
+        table: list[list[str | int]] = [["true \\ predicted", *names, "recall"]]
+        for name, counts, recall in zip(names, self.counts, self.recall, strict=True):
             table.append([name, *map(int, counts), _format(recall)])
         return [*table, ["precision", *map(_format, self.precision), _format(self.accuracy)]]
 
@@ -152,7 +153,8 @@ class Confusion:
         return f"{len(self.classes)} classes, {self._accuracy_text()}; most confused:"
 
     def _pairs(self):
-        return [["class", "taken for", "times"], *self.most_confused()]
+        pairs = [(printable(i), printable(j), count) for i, j, count in self.most_confused()]
+        return [["class", "taken for", "times"], *pairs]
 
 
 def _html_table(rows, shades=None):

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpidl.errors import UserError
 from mpidl.report.plots import new_figure, png_of
-from mpidl.text import pip_install
+from mpidl.text import pip_install, printable
 
 COLOURS = "Blues"
 MAX_NUMBERS = 30  # with more classes, the cells are too small for numbers
@@ -55,7 +55,8 @@ def draw(counts: np.ndarray, classes: Sequence[str], accuracy: float) -> bytes:
                 colour = "white" if fractions[i][j] > 0.5 else "#333333" if n else "#bbbbbb"
                 axes.text(j, i, str(n), ha="center", va="center", color=colour, fontsize=8)
     if k <= MAX_NAMES:
-        names = [name if len(name) <= 18 else f"{name[:17]}…" for name in classes]
+        names = [printable(name) for name in classes]
+        names = [name if len(name) <= 18 else f"{name[:17]}…" for name in names]
         axes.set_xticks(range(k), names, rotation=90 if max(map(len, names)) > 3 else 0)
         axes.set_yticks(range(k), names)
     axes.tick_params(length=0, labelsize=8)

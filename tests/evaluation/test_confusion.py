@@ -1,6 +1,7 @@
 """Test confusion matrices: counts, text, tables, pictures, and HTML for notebooks."""
 
 import csv
+import html
 import re
 from html.parser import HTMLParser
 
@@ -10,6 +11,7 @@ from image_sets import refusal
 from PIL import Image
 
 import mpidl as dl
+from mpidl.evaluation.class_metrics import ClassMetrics
 
 
 def small_matrix():
@@ -141,3 +143,32 @@ def test_the_title_of_a_picture_counts_labels(monkeypatch, tmp_path):
 )
 def test_labels_are_checked(labels, predicted, classes, text):
     assert text in refusal(dl.confusion_matrix, labels, predicted, classes)
+
+
+CONTROL = ("a\nb", "\x1b[31mred", "tab\there", "nul\x00", "right\u202eleft", "byte \udcff")
+ESCAPED = (r"a\nb", r"\x1b[31mred", r"tab\there", r"nul\x00", r"right\u202eleft", r"byte \xff")
+
+
+@pytest.mark.parametrize(
+    ("classes", "printed"),
+    [(CONTROL, ESCAPED), (names := ("é", "猫", "a b", "x,y", 'q"', "0"), names)],
+    ids=["escaped", "other names are unchanged"],
+)
+def test_control_characters_in_class_names_are_escaped(tmp_path, classes, printed):
+    """Names may come from folders and files: a terminal or a table must not interpret them."""
+    matrix = dl.confusion_matrix([0, 1, 2, 3, 4, 5, 0], [1, 1, 2, 3, 4, 5, 2], classes)
+    metrics = ClassMetrics({"f1": 0.5}, {"f1": np.ones(6)}, classes)
+    assert matrix.classes == metrics.classes == classes
+    assert matrix.most_confused()[0][:2] == classes[:2]
+    pairs = dl.Confusion(np.eye(24, k=1, dtype=np.int64), classes * 4)  # only pairs are printed
+    for table in (matrix, metrics, pairs):
+        text, html_text = str(table), table._repr_html_()
+        assert all(line.isprintable() for line in (text + html_text).split("\n"))
+        assert all(name in text and html.escape(name) in html_text for name in printed)
+    for table in (matrix, metrics):
+        table.save(tmp_path / "table.csv")
+        with open(tmp_path / "table.csv", newline="", encoding="utf-8") as file:
+            content = file.read()
+        assert all(line.isprintable() for line in content.split("\n"))
+        first = [row[0] for row in csv.reader(content.splitlines())]
+        assert first[1:7] == list(printed)

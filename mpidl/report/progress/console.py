@@ -14,6 +14,7 @@ from mpidl.report.progress.bar import BottomLine, Field
 from mpidl.report.progress.rows import Scores
 from mpidl.report.progress.stage import Stage, Ticker
 from mpidl.report.progress.terminal import terminal_width
+from mpidl.text import printable
 
 BAR_SECONDS = 0.2  # shortest time between two updates of the bar after iterations
 TICK_SECONDS = 0.5  # time between two updates while no iteration ends
@@ -87,9 +88,10 @@ class Console:
             self.close()
 
     def line(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
+        """Print a line, above the bar if there is one. Control characters are escaped."""
         if self.stream is None:
             return
+        text = printable(text)
         with self.lock:
             self.line_time = time.monotonic()
             if self.bar is not None:

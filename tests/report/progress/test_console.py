@@ -448,3 +448,11 @@ def test_a_terminal_is_recognised(monkeypatch, tmp_path):
         assert terminal.terminal_width(tty) == 0
     os.close(master)
     assert terminal.terminal_width(io.StringIO()) == terminal.terminal_width(None) == 0
+
+
+def test_control_characters_are_escaped():
+    """A path or a name must not change the colours of the terminal, or its title."""
+    stream = io.StringIO()
+    console = Console(0, stream=stream)
+    console.header(data="\x1b]0;title\x07 \x1b[31mred\n", other="é 猫 ─")
+    assert stream.getvalue() == "Data: \\x1b]0;title\\x07 \\x1b[31mred\\n\nOther: é 猫 ─\n"
