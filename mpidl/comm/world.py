@@ -149,7 +149,7 @@ class World(Messaging):
         self.outlives_ranks = False
         self.first_ranks = list(range(self.size))
         self.lost_ranks: list[LostRank] = []
-        self.listeners: list[Callable[[dict[str, Any]], object]] = []
+        self.listeners: list[Callable[[dict[str, object]], object]] = []
         self.signals: failure.Signals | None = None
         # `devices.use_gpu` sets the next three attributes.
         self.device: CudaDevice | None = None

@@ -50,6 +50,10 @@ def report_to(
         Whether to replace a run with checkpoints that the folder may contain. The records of
         another custom loop are always replaced.
 
+    Yields
+    ------
+    None
+
     Raises
     ------
     UserError

@@ -467,7 +467,13 @@ class Trainer:
         return reason or stopped_by(signals, self.world)
 
     def check_finite(self, tables: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Raise NotFinite if an array of the run's state is not finite. Collective."""
+        """Raise NotFinite if an array of the run's state is not finite. Collective.
+
+        Parameters
+        ----------
+        tables : dict of dict of ndarray
+            The state's tables of arrays.
+        """
         problem = None
         try:
             rate = self.optimizer.learning_rate

@@ -112,4 +112,6 @@ def test_a_run_that_ends_by_patience_is_complete(folder):
     assert (code, content.state, content.stopped) == (0, status.FINISHED, "validation_patience")
     page = LiveRun(str(folder / "run"), "run")
     page.poll()
-    assert page.describe().startswith("done (validation_patience), test accuracy ")
+    description = page.describe()
+    assert description.startswith("done (validation_patience), validation accuracy ")
+    assert ", test accuracy " in description
