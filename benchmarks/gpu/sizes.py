@@ -75,7 +75,7 @@ FULL = Sizes(
     },
     rounds=5,
     torch_device="cuda",
-    tests=("tests/backends",),
+    tests=("tests/backends/test_conformance.py", "tests/backends/gpu"),
 )
 SMALL = Sizes(
     networks={name: _small(name) for name in ("plain", "residual")},

@@ -55,7 +55,6 @@ def on_cuda(order=0, truncate=False, architecture=None, **facts):
         launch(handle, launched)
 
     device.launch = record
-    device.specialize = False  # otherwise each of many shapes would be compiled separately
     vars(device).update(facts)
     launching.open(device)
     try:
