@@ -93,7 +93,8 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     parser.text(
         "--validation-data",
         "DATA|test",
-        "Images for validation during training; test selects the test images; default: none",
+        "Images for validation during training; test selects the test images; default: the "
+        "validation images in --data, such as a folder validation/",
         ("test",),
     )
     add_preprocess(parser)
@@ -340,8 +341,8 @@ MODEL_HELP = (
 )
 DATA_HELP = (
     "Images: digits or cells; or the path, or the URL such as s3://bucket/prefix, of one of these: "
-    "a folder with one sub-folder of images per class, or with two such "
-    "folders, train/ and test/; a folder of IDX files or of CIFAR's binary files; "
+    "a folder with one sub-folder of images per class, or with such "
+    "folders, train/, validation/ and test/; a folder of IDX files or of CIFAR's binary files; "
     f"{', '.join(fmt.noun for fmt in FILES if fmt.noun)}, or a file made by "
     f"{typed_command('mpidl.pack')}"
 )

@@ -135,7 +135,8 @@ def run(job: argparse.Namespace) -> int:
 
 
 def _pack(job, signals):
-    train, test = registry.open_data(job.source, option="SRC", preprocess=job.preprocess)
+    sets = registry.open_sets(job.source, option="SRC", preprocess=job.preprocess)
+    train, test = sets.train, sets.test
     parts = {"train": train} if test is None else {"train": train, "test": test}
     if job.images == "decoded" and test is not None and test.image_shape != train.image_shape:
         raise UserError(
@@ -144,9 +145,8 @@ def _pack(job, signals):
         )
     for store in parts.values():
         print(f"From: {store.describe()}", flush=True)
-    validation = registry.open_validation_data(job.source, option="SRC", preprocess=job.preprocess)
-    if validation is not None:
-        print(f"Not packed: {validation.describe()}, the validation set", flush=True)
+    if sets.validation is not None:
+        print(f"Not packed: {sets.validation.describe()}, the validation set", flush=True)
     total = sum(len(store) for store in parts.values())
     with Progress("Packed", total) as progress:
         completed = packing.pack(

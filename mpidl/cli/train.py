@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpidl import data
 from mpidl.cli import arguments, pretrained, remote, start, user_files
 from mpidl.comm import World, failure, survival
-from mpidl.data import gallery
+from mpidl.data import gallery, registry
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.pipeline import Pipeline
 from mpidl.data.storage.settings import refuse_remote
@@ -88,16 +88,23 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
 
     preprocess = start.preprocess(run)
     with console.stage("reading the data"):
-        train_set, test_set = data.open_data(run["data"], world, preprocess=preprocess)
-    source = pretrained.load(resolved, resume, train_set, world)
-    if source is not None and not preprocess:
-        preprocess = pretrained.conversion(source.net, train_set, settings)
-        train_set, test_set = (
-            images and data.preprocessed(images, preprocess) for images in (train_set, test_set)
+        has_validation = run["validation_data"] is None
+        sets = registry.open_sets(
+            run["data"], world, preprocess=preprocess, validation=has_validation
         )
+    source = pretrained.load(resolved, resume, sets.train, world)
+    if source is not None and not preprocess:
+        preprocess = pretrained.conversion(source.net, sets.train, settings)
+        sets = registry.Sets(*(images and data.preprocessed(images, preprocess) for images in sets))
     with console.stage("reading the test data"):
         train_set, test_set = start.with_test(
-            run, train_set, test_set, world, preprocess, seed=settings.seed, typed=typed
+            run,
+            sets.train,
+            sets.test,
+            world,
+            preprocess,
+            seed=settings.seed,
+            typed=typed,
         )
     if not len(train_set) or (test_set is not None and not len(test_set)):
         test_count = "none" if test_set is None else len(test_set)
@@ -108,9 +115,8 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         )
     if test_set is not None:
         _check_shape("--test-data", test_set, train_set)
-    train_set, settings = _with_validation(
-        typed, run, settings, train_set, test_set, world, preprocess
-    )
+    sets = registry.Sets(train_set, sets.validation, test_set)
+    train_set, settings = _with_validation(typed, run, settings, sets, world, preprocess)
     shape = input_pipeline.image_shape(settings, train_set.image_shape)
     Pipeline(train_set, input_pipeline.augmenter_of(settings))  # only to check the augmentation
     if typed.get("preview"):
@@ -279,13 +285,10 @@ def _preview(path, train_set, settings, world):
     return 0
 
 
-def _with_validation(typed, run, settings, train_set, test_set, world, preprocess):
+def _with_validation(typed, run, settings, sets, world, preprocess):
     """Return the training images, and a copy of the options that contains the validation set."""
-    source = run["validation_data"]
+    source, train_set, images = run["validation_data"], sets.train, sets.validation
     if source is None:
-        images = data.open_validation_data(
-            run["data"], world, classes=train_set.classes, preprocess=preprocess
-        )
         if images is not None:
             source = f"--data {run['data']} with validation images"
             validation.refuse_second_validation(settings, source)
@@ -299,8 +302,8 @@ def _with_validation(typed, run, settings, train_set, test_set, world, preproces
             )
         return held_out
     validation.refuse_second_validation(settings, f"--validation-data {source}")
-    images = test_set
-    if source == "test" and test_set is None:
+    images = sets.test
+    if source == "test" and images is None:
         raise UserError(
             "--validation-data test: expected test images, found none (--test-fraction 0)"
         )

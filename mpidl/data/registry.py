@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats import FILES, FOLDERS, FORMATS, KEYWORDS
@@ -12,6 +13,14 @@ from mpidl.data.storage.paths import is_file, listed
 from mpidl.data.storage.settings import check_url
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, preprocessed
 from mpidl.errors import UserError
+
+
+class Sets(NamedTuple):
+    """The sets of a path. `validation` and `test` are None if the data have no such part."""
+
+    train: Datastore
+    validation: Datastore | None
+    test: Datastore | None
 
 
 def open_data(
@@ -29,8 +38,9 @@ def open_data(
 
         - a folder of IDX files (train-* and t10k-*),
         - a folder of CIFAR-10 or CIFAR-100 in the binary version,
-        - a folder with a training file and a test file (train.h5 and test.h5, or another format),
-        - a folder with the sub-folders train/ and test/, each with one sub-folder per class,
+        - a folder with a file for each part (train.h5 and test.h5, or another format),
+        - a folder with the sub-folders train/ and test/, each with one sub-folder per class. A
+          sub-folder validation/, val/ or valid/ is opened by `open_validation_data`,
         - a folder with one sub-folder per class,
         - a packed file, an HDF5 file, a .mat file (XTrain, XTest), an .npz file, or a .csv table.
     world : World, optional
@@ -52,11 +62,32 @@ def open_data(
     UserError
         If no format recognizes the path, or if the data are damaged or invalid.
     """
+    sets = open_sets(text, world, option, preprocess, validation=False)
+    return sets.train, sets.test
+
+
+def open_sets(
+    text: str,
+    world: World = None,
+    option: str = "--data",
+    preprocess: Preprocess = AS_IT_IS,
+    *,
+    validation: bool = True,
+) -> Sets:
+    """Open all sets that the data contain; see `open_data`. Collective.
+
+    If `validation` is False, the validation set is not opened.
+    """
     options = OpenOptions(option, preprocess=preprocess)
     check_url(text, option)
     with listed(text):
-        train, test = _format_of(text, world, option).open_data(text, world, options)
-    return _converted(train, preprocess), test and _converted(test, preprocess)
+        opened = _format_of(text, world, option)
+        train, test = opened.open_data(text, world, options)
+        options, held_out = options._replace(classes=train.classes), None
+        if validation:
+            held_out = opened.open_validation_data(text, world, options)
+    sets = (store and _converted(store, preprocess) for store in (train, held_out, test))
+    return Sets(*sets)
 
 
 def open_test_data(
@@ -108,7 +139,7 @@ def open_validation_data(
     option: str = "--data",
     preprocess: Preprocess = AS_IT_IS,
 ) -> Datastore | None:
-    """Open the validation part of the data, such as the validation rows of a table. Collective.
+    """Open the validation part of the data, such as the folder val/. Collective.
 
     Parameters
     ----------
@@ -129,12 +160,9 @@ def open_validation_data(
         The validation set, or None if the data contain no validation part.
     """
     options = OpenOptions(option, classes, preprocess=preprocess)
-    for candidate in FILES:
-        if candidate.open_validation_data is not None and candidate.recognizes(text, b"", option):
-            with listed(text):
-                store = candidate.open_validation_data(text, world, options)
-            return store and _converted(store, preprocess)
-    return None
+    with listed(text):
+        store = _format_of(text, world, option).open_validation_data(text, world, options)
+    return store and _converted(store, preprocess)
 
 
 def _format_of(text: str, world: World, option: str) -> Format:

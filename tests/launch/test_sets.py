@@ -40,6 +40,27 @@ def test_a_larger_share_for_the_test(pictures, tmp_path):
     assert scores.accuracy == jobs.summary(tmp_path / "a")["accuracy"]
 
 
+def test_a_folder_of_validation_images(tmp_path):
+    """The folder beside train/ is the validation set, unless --validation-data names another."""
+    folder = tmp_path / "set"
+    for i, part in enumerate(("train", "test", "validation", "other")):
+        where = tmp_path if part == "other" else folder
+        jobs.draw_images(where / part, per_class=16 if part == "train" else 3 + i)
+    for name, words, expected in (
+        ("a", (), f"{folder}/validation: 15 images of 1x12x12 in 3 classes"),
+        ("b", ("--validation-data", tmp_path / "other"), f"{tmp_path}/other: 18 images"),
+    ):
+        result = jobs.train(2, folder, tmp_path / name, *SHORT, *words)
+        lines = jobs.output_lines(result)
+        assert [x for x in lines if x.startswith(f"Validation: {expected}")], lines
+        assert f"Data: {folder}/train: 48 images of 1x12x12 in 3 classes" in lines
+        assert f"Test: {folder}/test: 12 images of 1x12x12 in 3 classes" in lines
+        assert jobs.summary(tmp_path / name)["validation_accuracy"] is not None
+    jobs.draw_images(folder / "more", per_class=2)
+    line = jobs.refusal(jobs.train(2, folder, tmp_path / "c", *SHORT, check=2))
+    assert f"{folder}: found images in more/ beside train/, validation/, test/" in line
+
+
 def test_sets_that_contradict_each_other(pictures, tmp_path):
     few = jobs.draw_images(tmp_path / "few", per_class=1)
     jobs.draw_images(tmp_path / "split" / "train", per_class=2)

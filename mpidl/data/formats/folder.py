@@ -1,15 +1,15 @@
-"""Read folders of image files that have one sub-folder per class, or train/ and test/."""
+"""Read folders of image files that have one sub-folder per class, or one per part of the set."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpidl.data.datastore import counted
-from mpidl.data.formats.format import OpenOptions, World, format_of_parts
+from mpidl.data.formats.format import PART_NAMES, PARTS, OpenOptions, World, format_of_parts
 from mpidl.data.formats.image_files import SUFFIXES, decode
 from mpidl.data.formats.image_list import ImageList
 from mpidl.data.storage import objects
@@ -20,8 +20,6 @@ from mpidl.errors import UserError
 from mpidl.files import Stamp, on_rank_0, reason, stamp
 from mpidl.matlab_names import explain_arguments
 from mpidl.text import did_you_mean, printable
-
-TEST_FOLDERS = ("test", "val", "valid", "validation")
 
 
 class ImageFolder(ImageList):
@@ -120,6 +118,11 @@ def list_images(
     """
     needs = f"expected sub-folders named by class, with {', '.join(SUFFIXES)} files in them"
     check_folder(folder)
+    if labelled and classes is None and (parts := part_folders(folder)):
+        raise UserError(
+            f"{printable(folder)}: expected sub-folders named by class, found parts of a set "
+            f"({listed_names(parts.values())}): use dl.data.open_data(folder, world)"
+        )
     entries = sorted(images_below(folder), key=lambda entry: os.fsencode(entry[0]))
     folders = sub_folders(folder)
     if not entries:
@@ -237,30 +240,74 @@ def is_image_file(entry: os.DirEntry[str] | Entry) -> bool:
     return entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()
 
 
-def _is_split(path: str, head: bytes, option: str) -> bool:
-    """Return whether a folder contains train/ and test/ with class sub-folders.
+def part_folders(folder: str) -> dict[str, str]:
+    """Return {part: name of its sub-folder} of a folder that is divided into parts.
 
-    A class may also be called "train". Therefore, the only sub-folders must be train/ and
-    `TEST_FOLDERS`, and train/ must contain sub-folders but no images.
+    The folder must contain train/ and another sub-folder with one of the `PART_NAMES`. A class may
+    also be called "train". Therefore, train/ must contain sub-folders but no images. The result is
+    {} for any other folder.
 
     Raises
     ------
     UserError
-        If the folder has train/ but no test/.
+        If another sub-folder contains images, or if two sub-folders are the same part.
     """
-    names = sub_folders(path)
-    if "train" not in names or not set(names) <= {"train", *TEST_FOLDERS}:
-        return False
-    train = os.path.join(path, "train")
-    if not sub_folders(train) or any(is_image_file(entry) for entry in visible(train)):
-        return False
-    if "test" not in names:
-        hint = f" and --test-data {printable(path)}/{names[-1]}" if len(names) > 1 else ""
+    parts: dict[str, str] = {}
+    others, repeated = [], []
+    for name in sub_folders(folder):
+        part = PART_NAMES.get(name.lower())
+        if part is None:
+            others.append(name)
+        elif parts.setdefault(part, name) != name:
+            repeated.append((parts[part], name))
+    if "train" not in parts or len(parts) == 1 or not _has_only_folders(folder, parts["train"]):
+        return {}
+    parts = {part: parts[part] for part in PARTS if part in parts}
+    if repeated:
+        first, second = map(printable, repeated[0])
         raise UserError(
-            f"{option} {printable(path)}: found train/ but no test/; name the folders "
-            f"separately: --data {printable(train)}{hint}"
+            f"{printable(folder)}: found {first}/ and {second}/, which name the same part: keep "
+            "one of them"
         )
-    return True
+    for name in others:
+        if next(images_below(os.path.join(folder, name)), None) is not None:
+            raise UserError(
+                f"{printable(folder)}: found images in {printable(name)}/ beside "
+                f"{listed_names(parts.values())}: expected only train/, validation/ (or val/) and "
+                "test/; move the others elsewhere, or name the folders separately, such as --data "
+                f"{printable(os.path.join(folder, parts['train']))}"
+            )
+    return parts
+
+
+def listed_names(folders: Iterable[str]) -> str:
+    """Return the names of sub-folders as one text, such as "train/, test/"."""
+    return ", ".join(f"{printable(name)}/" for name in folders)
+
+
+def _has_only_folders(folder, name):
+    entries = visible(os.path.join(folder, name))
+    return any(e.is_dir() for e in entries) and not any(map(is_image_file, entries))
+
+
+def _is_split(path: str, head: bytes, option: str) -> bool:
+    """Return whether a folder is divided into parts; see `part_folders`.
+
+    Raises
+    ------
+    UserError
+        If train/ is the only sub-folder and contains classes, or as in `part_folders`.
+    """
+    if part_folders(path):
+        return True
+    names = sub_folders(path)
+    is_train = len(names) == 1 and PART_NAMES.get(names[0].lower()) == "train"
+    if is_train and _has_only_folders(path, names[0]):
+        raise UserError(
+            f"{option} {printable(path)}: found {printable(names[0])}/ but no test/; name the "
+            f"folder itself: {option} {printable(os.path.join(path, names[0]))}"
+        )
+    return False
 
 
 def _open_folder(folder: str, world: World, options: OpenOptions) -> ImageFolder:
@@ -273,13 +320,17 @@ def _open_folder(folder: str, world: World, options: OpenOptions) -> ImageFolder
     )
 
 
+def _open_part(path: str, part: str, world: World, options: OpenOptions) -> ImageFolder:
+    with listed(path):
+        name = on_rank_0(world, lambda: part_folders(path)[part])
+    return _open_folder(os.path.join(path, name), world, options)
+
+
 TRAIN_AND_TEST = format_of_parts(
     "train and test folders",
     recognizes=_is_split,
-    open_part=lambda path, part, world, options: _open_folder(
-        os.path.join(path, part), world, options
-    ),
-    parts=lambda path: ["train", "test"],
+    open_part=_open_part,
+    parts=lambda path: list(part_folders(path)),
 )
 CLASS_FOLDERS = format_of_parts(
     "class folders",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpidl.data.datastore import Datastore
@@ -14,6 +14,12 @@ from mpidl.text import printable
 
 World = Any  # mpidl.comm.World or None; this package must not import mpidl.comm
 HEAD_BYTES = 8  # number of leading bytes by which formats recognize a file
+PARTS = ("train", "validation", "test")
+# {name in a table or of a folder, in lower case: part}
+PART_NAMES = {
+    **{name: name for name in PARTS},
+    **{"training": "train", "valid": "validation", "val": "validation", "testing": "test"},
+}
 
 
 class OpenOptions(NamedTuple):
@@ -38,6 +44,11 @@ class OpenOptions(NamedTuple):
     preprocess: Preprocess = AS_IT_IS
 
 
+def no_validation_data(path: str, world: World, options: OpenOptions) -> Datastore | None:
+    """Return None, the validation set in formats without such a part."""
+    return None
+
+
 class Format(NamedTuple):
     """A data format that `--data` and `--test-data` accept.
 
@@ -53,16 +64,16 @@ class Format(NamedTuple):
         The test set is None if the data have no test set. Collective.
     open_test_data : callable
         ``open_test_data(path, world, options)`` returns one set for testing or prediction: the test
-        set if the data have a test set, and all data otherwise. Collective.
+        set if the data have a test set, and all data otherwise. If `options.option` is
+        "--validation-data", the validation set comes first. Collective.
     noun : str
         Phrase that names a file of this format in messages, such as "an HDF5 file". If empty,
         messages omit the format.
     suffixes : tuple of str
         File name suffixes of the training file and the test file in a folder.
-    open_validation_data : callable or None
+    open_validation_data : callable
         ``open_validation_data(path, world, options)`` returns the validation set of the data, or
-        None if the data have no validation set. Collective. If the attribute is None, data of this
-        format never have a validation set. Otherwise, `recognizes` needs only the path.
+        None if the data have no validation set. Collective.
     """
 
     name: str
@@ -71,7 +82,7 @@ class Format(NamedTuple):
     open_test_data: Callable[[str, World, OpenOptions], Datastore]
     noun: str = ""
     suffixes: tuple[str, ...] = ()
-    open_validation_data: Callable[[str, World, OpenOptions], Datastore | None] | None = None
+    open_validation_data: Callable[[str, World, OpenOptions], Datastore | None] = no_validation_data
 
 
 def only_train(path: str) -> list[str]:
@@ -92,7 +103,7 @@ def format_of_parts(
     Parameters
     ----------
     open_part : callable
-        ``open_part(path, part, world, options)`` opens the part "train" or "test". Collective.
+        ``open_part(path, part, world, options)`` opens one of the `PARTS`. Collective.
     parts : callable
         ``parts(path)`` lists the parts that exist. Called on rank 0 only.
     name, recognizes, noun, suffixes
@@ -106,10 +117,21 @@ def format_of_parts(
         return train, open_part(path, "test", world, options._replace(classes=train.classes))
 
     def open_test_data(path, world, options):
-        has_test = "test" in on_rank_0(world, lambda: parts(path))
-        return open_part(path, "test" if has_test else "train", world, options)
+        names = on_rank_0(world, lambda: parts(path))
+        return open_part(path, part_to_test(names, options), world, options)
 
-    return Format(name, recognizes, open_data, open_test_data, noun, suffixes)
+    def open_validation_data(path, world, options):
+        if "validation" not in on_rank_0(world, lambda: parts(path)):
+            return None
+        return open_part(path, "validation", world, options)
+
+    return Format(name, recognizes, open_data, open_test_data, noun, suffixes, open_validation_data)
+
+
+def part_to_test(parts: Container[str], options: OpenOptions) -> str:
+    """Return the part that `open_test_data` opens, of the parts that exist."""
+    order = ("validation", "test") if options.option == "--validation-data" else ("test",)
+    return next(part for part in (*order, "validation", "train") if part in parts)
 
 
 def agreed_format(

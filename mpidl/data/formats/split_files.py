@@ -1,52 +1,55 @@
-"""Open folders with a training file and a test file, such as train.h5 and test.h5."""
+"""Open folders with a file for each part, such as train.h5, val.h5 and test.h5."""
 
 from __future__ import annotations
 
 import os
 
 from mpidl.data.datastore import Datastore
-from mpidl.data.formats.format import Format, OpenOptions, World, agreed_format, file_format
-from mpidl.data.storage.paths import is_file
+from mpidl.data.formats.format import (
+    PART_NAMES,
+    Format,
+    OpenOptions,
+    World,
+    agreed_format,
+    file_format,
+    format_of_parts,
+)
+from mpidl.data.storage.paths import is_file, scan
 from mpidl.data.transforms.preprocess import AS_IT_IS
 from mpidl.files import on_rank_0
 
 
 def split_files(formats: tuple[Format, ...]) -> Format:
-    """Make a Format for folders with a training file and an optional test file.
+    """Make a Format for folders with a file of training images and files of the other parts.
 
-    Each of the two files may have any of the given `formats`.
+    The files are named by part, such as train.h5, val.h5 and test.h5. Each of them may have any of
+    the given `formats`.
     """
     suffixes = [suffix for fmt in formats for suffix in fmt.suffixes]
 
-    def file_of_part(folder: str, part: str) -> str | None:
-        paths = [os.path.join(folder, part + suffix) for suffix in suffixes]
-        return next((path for path in paths if is_file(path)), None)
+    def files_of_parts(folder: str) -> dict[str, str]:
+        """Return {part: path} of the parts that exist."""
+        names, paths = {entry.name for entry in scan(folder)}, {}
+        for name, part in PART_NAMES.items():
+            candidates = [name + suffix for suffix in suffixes if name + suffix in names]
+            for path in (os.path.join(folder, candidate) for candidate in candidates):
+                if part not in paths and is_file(path):
+                    paths[part] = path
+        return paths
 
-    def format_of(path: str, world: World, option: str) -> Format:
-        return agreed_format(world, formats, lambda: file_format(path, option, formats))
-
-    def open_data(
-        folder: str, world: World, options: OpenOptions
-    ) -> tuple[Datastore, Datastore | None]:
-        train_path, test_path = on_rank_0(
-            world, lambda: [file_of_part(folder, part) for part in ("train", "test")]
+    def open_part(folder: str, part: str, world: World, options: OpenOptions) -> Datastore:
+        path = on_rank_0(world, lambda: files_of_parts(folder)[part])
+        file_type = agreed_format(
+            world, formats, lambda: file_format(path, options.option, formats)
         )
         options = options._replace(preprocess=AS_IT_IS)
-        train_format = format_of(train_path, world, options.option)
-        train, _ = train_format.open_data(train_path, world, options)
-        if test_path is None:
-            return train, None
-        test_format = format_of(test_path, world, options.option)
-        options = options._replace(classes=train.classes)
-        return train, test_format.open_test_data(test_path, world, options)
+        if part == "train":
+            return file_type.open_data(path, world, options)[0]
+        return file_type.open_test_data(path, world, options)
 
-    def open_test_data(folder: str, world: World, options: OpenOptions) -> Datastore:
-        path = on_rank_0(
-            world, lambda: file_of_part(folder, "test") or file_of_part(folder, "train")
-        )
-        return format_of(path, world, options.option).open_test_data(path, world, options)
-
-    def recognizes(path: str, head: bytes, option: str) -> bool:
-        return file_of_part(path, "train") is not None
-
-    return Format("train and test files", recognizes, open_data, open_test_data)
+    return format_of_parts(
+        "train and test files",
+        recognizes=lambda path, head, option: "train" in files_of_parts(path),
+        open_part=open_part,
+        parts=lambda path: list(files_of_parts(path)),
+    )

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpidl.data.datastore import Datastore, Indices, counted
-from mpidl.data.formats.format import Format, OpenOptions, World
+from mpidl.data.formats.format import PARTS, Format, OpenOptions, World
 from mpidl.data.formats.image_files import decode
 from mpidl.data.formats.image_list import ImageList
-from mpidl.data.formats.table_files import PARTS, LabelSets, Rows, Table
+from mpidl.data.formats.table_files import LabelSets, Rows, Table
 from mpidl.data.storage import objects
 from mpidl.data.storage.settings import is_remote
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess

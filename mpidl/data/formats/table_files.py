@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpidl.data.formats.format import PART_NAMES
 from mpidl.data.formats.image_files import MAX_BYTES
 from mpidl.data.storage.paths import listed, open_binary, stamp_of
 from mpidl.data.storage.settings import is_remote
@@ -31,11 +32,6 @@ from mpidl.files import Stamp, reason, stamp, unreadable
 from mpidl.text import did_you_mean, name_list, printable
 
 PATH, LABEL, LABELS, SPLIT = "path", "label", "labels", "split"
-PARTS = ("train", "validation", "test")
-SPLITS = {
-    **{name: name for name in PARTS},
-    **{"training": "train", "valid": "validation", "val": "validation", "testing": "test"},
-}
 SEPARATORS = (";", "|")  # possible separators of the names in a cell of the column `labels`
 
 
@@ -199,13 +195,13 @@ class Table:
             return {}
         parts: dict[str, list[int]] = {}
         for i, (cell, line) in enumerate(self.cells(SPLIT, range(len(self.rows)))):
-            if cell.lower() not in SPLITS:
-                hint = did_you_mean(cell.lower(), SPLITS)
+            if cell.lower() not in PART_NAMES:
+                hint = did_you_mean(cell.lower(), PART_NAMES)
                 raise UserError(
                     f"{self.place(line, SPLIT)}: expected train, validation or test, found "
                     f"{_cell_text(cell)}{hint}"
                 )
-            parts.setdefault(SPLITS[cell.lower()], []).append(i)
+            parts.setdefault(PART_NAMES[cell.lower()], []).append(i)
         return parts
 
     def select(

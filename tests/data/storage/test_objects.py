@@ -19,6 +19,7 @@ from mpidl.data import (
     configure_storage,
     open_data,
     open_test_data,
+    open_validation_data,
     pack,
 )
 from mpidl.data.storage import disk_cache, objects, settings
@@ -87,6 +88,7 @@ def write_sets(folder):
     """Write the same images in each format, and return {name: path}."""
     grow(folder / "photos", per_class=6)
     grow(folder / "split" / "train", per_class=6)
+    grow(folder / "split" / "val", per_class=3)
     grow(folder / "split" / "test", per_class=2)
     pack({"train": ImageFolder(folder / "photos")}, folder / "packed.h5")
     pixels, labels = pixels_of(0, 17, 1, 6, 5), np.arange(17) % 3
@@ -115,8 +117,15 @@ def test_every_format_has_the_images_of_local_files(put, cache, tmp_path):
         local, remote = (open_data(str(text)) for text in (path, url))
         assert_same_set(remote[0], local[0])
         assert (remote[1] is None) == (local[1] is None)
+        validation = open_validation_data(url)
+        assert (validation is None) == (path.name != "split")
+        if validation is not None:
+            assert_same_set(validation, open_validation_data(str(path)))
         assert_same_set(open_test_data(url), open_test_data(str(path)))
         assert remote[0].describe().startswith(url)
+    grow(tmp_path / "split" / "more")
+    url = put(tmp_path / "split")
+    assert refusal(open_data, url).startswith(f"{url}: found images in more/ beside train/")
     settings.configure()
 
 
