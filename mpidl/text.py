@@ -102,6 +102,13 @@ def class_names(classes: Iterable | None, count: int) -> tuple[str, ...]:
     return tuple([*names, *map(str, range(len(names), count))][:count])
 
 
+def sorted_classes(names: Iterable[str]) -> list[str]:
+    """Return the different names: by value if all are whole numbers, by bytes otherwise."""
+    different = set(names)
+    are_numbers = all(name.isascii() and name.isdigit() and len(name) < 19 for name in different)
+    return sorted(different, key=lambda n: (int(n) if are_numbers else 0, os.fsencode(n)))
+
+
 def did_you_mean(
     name: object, candidates: Iterable[str], synonyms: Mapping[str, str] | None = None
 ) -> str:

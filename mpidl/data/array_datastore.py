@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.errors import UserError
 from mpidl.files import digest
 from mpidl.matlab_names import explain_arguments
+from mpidl.text import did_you_mean, name_list, printable, sorted_classes
 
 MOST_CLASSES = 1 << 20  # maximum number of classes of a set without class names
 
@@ -22,17 +25,20 @@ class ArrayDatastore(Datastore):
     images : array_like
         Images (n, C, H, W), or (n, H, W) if gray, as uint8 pixels or floats. Floats are stored as
         float32 and are not rescaled.
-    labels : array_like of int, optional
-        Label of each image, (n,), integers of at least 0.
+    labels : array_like of int or str, optional
+        Label of each image, (n,) or (n, 1): integers of at least 0, or class names.
     classes : sequence of str, optional
-        Class names in the order of the labels, by default "0", "1", ... Objects other than
-        strings are converted by `str`.
+        Class names in the order of the labels. The default is "0", "1", ..., or the sorted names in
+        `labels`. Objects other than strings are converted by `str`.
     source : str
         Name of the set in messages.
     targets : array_like, optional
         Target of each image, (n, ...), as floats or whole numbers. Examples are 0 or 1 for each of
         K labels (n, K), a label per pixel (n, H, W), and another image. If given, mini-batches hold
         the targets instead of the labels. Floats are stored as float32, whole numbers as int32.
+    layout : {"NCHW", "NHWC"}, optional
+        Order of the axes of four-dimensional images. By default, they are (n, C, H, W), and an
+        array that looks like (n, H, W, C) is an error.
 
     Raises
     ------
@@ -46,13 +52,20 @@ class ArrayDatastore(Datastore):
     def __init__(
         self,
         images: np.ndarray,
-        labels: Sequence[int] | np.ndarray | None = None,
+        labels: Sequence[int] | Sequence[str] | np.ndarray | None = None,
         classes: Sequence[object] | None = None,
         source: str = "arrays",
         *,
         targets: np.ndarray | None = None,
+        layout: str | None = None,
     ):
         images = np.asarray(images)
+        if layout not in (None, "NCHW", "NHWC"):
+            raise UserError(f"{source}: layout must be NCHW or NHWC, got {layout!r}")
+        if images.ndim == 4 and layout == "NHWC":
+            images = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+        elif layout is None:
+            check_channels_first(images.shape, source)
         images = images[:, None] if images.ndim == 3 else images
         if images.ndim != 4 or not (images.dtype == np.uint8 or images.dtype.kind == "f"):
             raise UserError(
@@ -67,6 +80,10 @@ class ArrayDatastore(Datastore):
         self.source = source
         self.classes = [] if classes is None else [str(name) for name in classes]
         if labels is not None:
+            if (names := label_names(labels)) is not None:
+                self.classes = sorted_classes(names) if classes is None else self.classes
+                labels = label_numbers(names, self.classes, source)
+                classes = self.classes
             self.labels = check_labels(labels, len(images), classes, source)
             if classes is None:
                 self.classes = [str(i) for i in range(int(self.labels.max(initial=-1)) + 1)]
@@ -104,6 +121,40 @@ class ArrayDatastore(Datastore):
         return digest(*parts, *([] if self._targets is None else [self._targets[sample]]))
 
 
+def check_channels_first(shape: Sequence[int], source: str) -> None:
+    """Raise UserError if a shape looks like (n, H, W, C) instead of (n, C, H, W)."""
+    if len(shape) == 4 and shape[3] in (1, 3, 4) and shape[1] not in (1, 3, 4):
+        if min(shape[1:3]) > shape[3]:
+            raise UserError(
+                f"{source}: expected images (n, C, H, W), found {tuple(shape)}, which looks like "
+                "(n, H, W, C): use images.transpose(0, 3, 1, 2); for images that do have "
+                f'{shape[1]} channels, use dl.ArrayDatastore(images, labels, layout="NCHW")'
+            )
+
+
+def label_names(labels: object) -> list[str] | None:
+    """Return labels that are class names as strings, or None for any other labels."""
+    values = np.asarray(labels)
+    if values.dtype.kind not in "OSU" or values.shape not in ((len(values),), (len(values), 1)):
+        return None
+    names = values.reshape(-1).tolist()
+    if not names or not all(isinstance(name, str | bytes) for name in names):
+        return None
+    return [os.fsdecode(name) for name in names]
+
+
+def label_numbers(names: Sequence[str], classes: Sequence[str], source: str) -> np.ndarray:
+    """Return the number of each name in `classes`. Raise UserError if a name is unknown."""
+    numbers = {name: i for i, name in enumerate(classes)}
+    unknown = next((name for name in names if name not in numbers), None)
+    if unknown is not None:
+        raise UserError(
+            f"{source}: label {printable(unknown)} is not one of the classes "
+            f"({name_list(classes)}){did_you_mean(unknown, classes)}"
+        )
+    return np.array([numbers[name] for name in names], np.int64)
+
+
 def checked_targets(targets: np.ndarray, count: int, source: str) -> np.ndarray:
     """Check the targets of `count` images and return them as float32 or int32.
 
@@ -131,7 +182,7 @@ def checked_targets(targets: np.ndarray, count: int, source: str) -> np.ndarray:
 
 
 def check_labels(
-    labels: Sequence[int] | np.ndarray, count: int, classes: Sequence[object] | None, source: str
+    labels: Sequence[Any] | np.ndarray, count: int, classes: Sequence[object] | None, source: str
 ) -> np.ndarray:
     """Check labels and return them as int64 (count,).
 
@@ -153,6 +204,7 @@ def check_labels(
         is not below the number of classes.
     """
     labels = np.asarray(labels)
+    labels = labels[:, 0] if labels.shape == (count, 1) else labels
     if labels.shape != (count,):
         raise UserError(
             f"{source}: expected one label per image, ({count},), got labels of shape "
@@ -160,7 +212,8 @@ def check_labels(
         )
     if count and (labels.dtype.kind not in "iu" or labels.min() < 0):
         actual = labels.min() if labels.dtype.kind == "i" else labels.dtype
-        raise UserError(f"{source}: expected whole numbers from 0 as labels, got {actual}")
+        hint = "" if labels.dtype.kind in "iu" else " (labels may also be class names)"
+        raise UserError(f"{source}: expected whole numbers from 0 as labels, got {actual}{hint}")
     if classes is not None and count and labels.max() >= len(classes):
         raise UserError(
             f"{source}: expected labels below {len(classes)}, the number of classes (labels "

@@ -347,7 +347,9 @@ def as_datastore(net: Network, images: Datastore | np.ndarray) -> Datastore:
     losses.need_network(net)
     if not isinstance(images, Datastore):
         images = np.asarray(images)
-        images = ArrayDatastore(images[None] if images.shape == net.input_shape else images)
+        images = images[None] if images.shape == net.input_shape else images
+        layout = "NCHW" if images.shape[1:] == net.input_shape else None
+        images = ArrayDatastore(images, layout=layout)
     if not net.takes(images.image_shape):
         raise UserError(
             f"{images.describe()}: expected images of shape {net.input_shape}, which the network "

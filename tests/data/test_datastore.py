@@ -30,6 +30,44 @@ def test_arrays_are_checked():
     assert "got float64" in refusal(ArrayDatastore, images, [0.0, 1.0, 1.0, 0.0])
 
 
+def test_labels_may_be_class_names():
+    """Lists and arrays of strings have the classes in their sorted order."""
+    images, names = pixels_of(0, 5, 3, 3), ["dog", "cat", "emu", "cat", "dog"]
+    for labels in (names, np.array(names), np.array(names, object), np.array(names)[:, None]):
+        store = ArrayDatastore(images, labels)
+        assert store.classes == ["cat", "dog", "emu"] and store.labels.dtype == np.int64
+        assert store.labels.tolist() == [1, 0, 2, 0, 1]
+    assert ArrayDatastore(images, np.array(names, "S")).classes == ["cat", "dog", "emu"]
+    assert ArrayDatastore(images, "10 9 2 9 2".split()).classes == ["2", "9", "10"]
+    mapped = ArrayDatastore(images, names, ["emu", "dog", "cat", "fox"])
+    assert mapped.labels.tolist() == [1, 2, 0, 2, 1] and mapped.classes[3] == "fox"
+    text = refusal(ArrayDatastore, images, names, ["cat", "dog"])
+    assert text == "arrays: label emu is not one of the classes (cat, dog)"
+    assert "may also be class names" in refusal(ArrayDatastore, images, ["dog", 1, None, 2, 3])
+    assert ArrayDatastore(images, np.array([[1], [0], [1], [0], [2]])).labels.tolist()[4] == 2
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_arrays_of_other_libraries_are_refused(channels):
+    """Channels are the second axis. An array (n, H, W, C) is an error that names the remedy."""
+    images = pixels_of(0, 4, 7, 6, channels)
+    text = refusal(ArrayDatastore, images)
+    assert f"(n, C, H, W), found (4, 7, 6, {channels})" in text
+    assert "images.transpose(0, 3, 1, 2)" in text and 'layout="NCHW"' in text
+    expected = images.transpose(0, 3, 1, 2)
+    for store in (ArrayDatastore(images, layout="NHWC"), ArrayDatastore(expected)):
+        assert store.image_shape == (channels, 7, 6)
+        assert np.array_equal(store.read([2, 0]), expected[[2, 0]])
+    store = ArrayDatastore(images, layout="NCHW")
+    assert store.image_shape == (7, 6, channels) and np.array_equal(store.array(), images)
+
+
+def test_images_with_channels_first_are_accepted():
+    """Negative control: more channels than pixels in a row are not an error by themselves."""
+    for shape in ((2, 512, 4, 4), (2, 3, 100, 1), (2, 64, 1, 1), (2, 8, 5, 5), (2, 1, 9, 3)):
+        assert ArrayDatastore(np.zeros(shape, np.uint8)).image_shape == shape[1:]
+
+
 def test_subset_of_a_subset():
     store = ArrayDatastore(pixels_of(0, 6, 2, 2), [0, 1, 2, 0, 1, 2])
     part = store.subset([5, 3, 1]).subset([2, 0])

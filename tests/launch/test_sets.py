@@ -44,8 +44,8 @@ def test_a_folder_of_validation_images(tmp_path):
     """The folder beside train/ is the validation set, unless --validation-data names another."""
     folder = tmp_path / "set"
     for i, part in enumerate(("train", "test", "validation", "other")):
-        where = tmp_path if part == "other" else folder
-        jobs.draw_images(where / part, per_class=16 if part == "train" else 3 + i)
+        parent = tmp_path if part == "other" else folder
+        jobs.draw_images(parent / part, per_class=16 if part == "train" else 3 + i)
     for name, words, expected in (
         ("a", (), f"{folder}/validation: 15 images of 1x12x12 in 3 classes"),
         ("b", ("--validation-data", tmp_path / "other"), f"{tmp_path}/other: 18 images"),

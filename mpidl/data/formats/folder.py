@@ -253,11 +253,11 @@ def part_folders(folder: str) -> dict[str, str]:
         If another sub-folder contains images, or if two sub-folders are the same part.
     """
     parts: dict[str, str] = {}
-    others, repeated = [], []
+    other_names, repeated = [], []
     for name in sub_folders(folder):
         part = PART_NAMES.get(name.lower())
         if part is None:
-            others.append(name)
+            other_names.append(name)
         elif parts.setdefault(part, name) != name:
             repeated.append((parts[part], name))
     if "train" not in parts or len(parts) == 1 or not _has_only_folders(folder, parts["train"]):
@@ -269,7 +269,7 @@ def part_folders(folder: str) -> dict[str, str]:
             f"{printable(folder)}: found {first}/ and {second}/, which name the same part: keep "
             "one of them"
         )
-    for name in others:
+    for name in other_names:
         if next(images_below(os.path.join(folder, name)), None) is not None:
             raise UserError(
                 f"{printable(folder)}: found images in {printable(name)}/ beside "

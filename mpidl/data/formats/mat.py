@@ -178,7 +178,8 @@ def mat_file(
         return _images_of(pixels), (codes, class_names, targets)
 
     pixels, (codes, class_names, targets) = once_per_node(world, load, path)
-    store = ArrayDatastore(pixels, codes, class_names or None, source=printable(path))
+    names, source = class_names or None, printable(path)
+    store = ArrayDatastore(pixels, codes, names, source, layout="NCHW")
     return store if targets is None else combined(store, targets)
 
 

@@ -14,14 +14,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mpidl.data.array_datastore import ArrayDatastore, checked_targets
+from mpidl.data.array_datastore import (
+    ArrayDatastore,
+    check_channels_first,
+    checked_targets,
+    label_names,
+    label_numbers,
+)
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.loading.node_memory import once_per_node
 from mpidl.data.storage.paths import open_binary, stamp_of
 from mpidl.errors import StorageFault, UserError
 from mpidl.files import unreadable
-from mpidl.text import printable
+from mpidl.text import printable, sorted_classes
 
 ARRAYS = {
     "train": ("images", "labels", "targets"),
@@ -49,10 +55,11 @@ def npz_file(
     With a world, the call is collective. The file holds the following arrays:
 
     - `images`: uint8 or floats, (n, C, H, W) or (n, H, W).
-    - `labels`: n whole numbers of at least 0.
+    - `labels`: n whole numbers of at least 0, or n class names.
     - `targets`: (n, ...), used if there are no labels. An example is 0 or 1 for each of K labels.
     - `images_test`, `labels_test`, `targets_test`: the same for the test set, optional.
-    - `classes`: class names in the order of the labels, by default "0", "1", ...
+    - `classes`: class names in the order of the labels, by default "0", "1", ..., or the sorted
+      names in `labels`.
 
     Parameters
     ----------
@@ -106,13 +113,17 @@ def npz_file(
                     f"{source}: expected one label per image, shape ({len(images)},), found shape "
                     f"{shape}"
                 )
-            values = _load(archive, path, labels_name, "biuf", "whole numbers")
-            labels = integer_labels(values, len(images), source)
+            values = _load(archive, path, labels_name, "biufSU", "whole numbers or class names")
+            if (texts := label_names(values)) is not None:
+                names = names or list(classes or sorted_classes(texts))
+                labels = label_numbers(texts, names, source)
+            else:
+                labels = integer_labels(values, len(images), source)
             return images, (*align_labels(labels, names, classes, source), None)
 
     images, (labels, class_names, targets) = once_per_node(world, load, path)
-    source = printable(path) + (", test" if part == "test" else "")
-    return ArrayDatastore(images, labels, class_names or None, source=source, targets=targets)
+    source, names = printable(path) + (", test" if part == "test" else ""), class_names or None
+    return ArrayDatastore(images, labels, names, source, targets=targets, layout="NCHW")
 
 
 def parts_of(path: str) -> list[str]:
@@ -207,11 +218,7 @@ def _load_images(archive: np.lib.npyio.NpzFile, path: str, name: str) -> np.ndar
         raise UserError(f"{source}: expected uint8 (pixels 0 to 255) or floats, found {dtype}")
     if len(shape) not in (3, 4):
         raise UserError(f"{source}: expected (n, C, H, W) or (n, H, W), found {shape}")
-    if len(shape) == 4 and shape[3] in (1, 3) and shape[1] not in (1, 3):
-        raise UserError(
-            f"{source}: expected (n, C, H, W), found {shape}, which seems to be (n, H, W, C): save "
-            "images.transpose(0, 3, 1, 2)"
-        )
+    check_channels_first(shape, source)
     if not math.prod(shape):
         raise UserError(f"{source}: expected images, found none (shape {shape})")
     images = archive[name]

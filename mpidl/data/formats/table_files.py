@@ -18,7 +18,7 @@ import io
 import math
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from mpidl.data.storage.paths import listed, open_binary, stamp_of
 from mpidl.data.storage.settings import is_remote
 from mpidl.errors import UserError
 from mpidl.files import Stamp, reason, stamp, unreadable
-from mpidl.text import did_you_mean, name_list, printable
+from mpidl.text import did_you_mean, name_list, printable, sorted_classes
 
 PATH, LABEL, LABELS, SPLIT = "path", "label", "labels", "split"
 SEPARATORS = (";", "|")  # possible separators of the names in a cell of the column `labels`
@@ -299,7 +299,7 @@ class Table:
         """Return the labels of the given rows, and the class names."""
         if classes is None:
             names = {cell for cell, _ in self.cells(LABEL, training)}
-            classes = sorted(names, key=_class_order(names))
+            classes = sorted_classes(names)
         index = {name: i for i, name in enumerate(classes)}
         labels = []
         for cell, line in self.cells(LABEL, numbers):
@@ -336,7 +336,7 @@ class Table:
 
         if classes is None:
             names = {name for cell, _ in self.cells(LABELS, training) for name in names_of(cell)}
-            classes = sorted(names, key=_class_order(names))
+            classes = sorted_classes(names)
         index = {name: i for i, name in enumerate(classes)}
         labels, ends = [], []
         for cell, line in self.cells(LABELS, numbers):
@@ -389,9 +389,3 @@ def _number(cell):
 def _cell_text(cell):
     text = printable(cell)
     return "nothing" if not text else text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _class_order(names: set[str]) -> Callable[[str], tuple[int, bytes]]:
-    """Return the sort key of class names: value if all are whole numbers, bytes otherwise."""
-    are_numbers = all(name.isascii() and name.isdigit() and len(name) < 19 for name in names)
-    return lambda name: (int(name) if are_numbers else 0, os.fsencode(name))

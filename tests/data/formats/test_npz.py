@@ -97,11 +97,15 @@ REFUSED = [
     ({"images": np.array([None] * 5)}, "images: expected numbers or strings, found Python objects"),
     ({"images": IMAGES.astype(np.int32)}, "images: expected uint8 (pixels 0 to 255) or floats"),
     ({"images": IMAGES[0]}, "images: expected (n, C, H, W) or (n, H, W), found (4, 4)"),
-    ({"images": np.zeros((5, 6, 7, 3))}, "images: expected (n, C, H, W), found (5, 6, 7, 3)"),
+    ({"images": np.zeros((5, 6, 7, 3))}, "images: expected images (n, C, H, W), found (5, 6, 7, 3"),
+    ({"images": np.zeros((5, 6, 7, 4))}, "images: expected images (n, C, H, W), found (5, 6, 7, 4"),
     ({"images": IMAGES[:0]}, "images: expected images, found none (shape (0, 4, 4))"),
     ({"labels": np.array([None] * 5)}, "labels: expected numbers or strings, found Python objects"),
     ({"labels": [0, 1]}, "labels: expected one label per image, shape (5,), found shape (2,)"),
-    ({"labels": list("abcde")}, "labels: expected whole numbers, found <U1"),
+    (
+        {"labels": list("abacd"), "classes": list("abc")},
+        "labels: label d is not one of",
+    ),
     ({"labels": [0, 1, 2, 3, 0.5]}, "labels: expected whole numbers as labels, found fractions"),
     ({"labels": [0, 1, 2, 3, -1]}, "labels: expected whole numbers from 0 as labels, got -1"),
     ({"classes": ["a"]}, "labels: expected labels below 1"),
@@ -173,3 +177,16 @@ def test_npz_never_unpickles(tmp_path):
         path = write(tmp_path / "x.npz", **arrays)
         assert "never read" in refusal(open_data, str(path))
     assert not (tmp_path / "ran").exists()
+
+
+def test_labels_may_be_class_names(tmp_path):
+    """The classes of the training images, or of the array `classes`, number all labels."""
+    images, labels = IMAGES[:4], ["rose", "daisy", "rose", "tulip"]
+    arrays = {"images": images, "labels": labels}
+    test = {"images_test": images[:2], "labels_test": ["tulip", "rose"]}
+    path = write(tmp_path / "x.npz", **arrays, **test)
+    train, test = open_data(str(path))
+    assert train.classes == test.classes == ["daisy", "rose", "tulip"]
+    assert train.labels.tolist() == [1, 0, 1, 2] and test.labels.tolist() == [2, 1]
+    path = write(tmp_path / "y.npz", **arrays, classes=["tulip", "rose", "daisy"])
+    assert open_data(str(path))[0].labels.tolist() == [1, 2, 1, 0]
