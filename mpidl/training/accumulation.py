@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from mpidl.autodiff import value_of
 from mpidl.blocks import Blocked
 from mpidl.data.parts import PartedBatch, parts_of
 from mpidl.errors import UserError
-from mpidl.fold import Counter, Tree
+from mpidl.fold import Counter, Partial, Tree
 from mpidl.losses import label_loss
 from mpidl.nn import Network
 
@@ -22,7 +24,45 @@ from mpidl.nn import Network
 MEANS = ("crossentropy", "binary-crossentropy", "dice", "crossentropy+dice", "mse", "mae")
 
 
-def accumulated(gradient: Callable[..., Any], net: Network, images: Blocked, targets: Any) -> Any:
+class PartObjective:
+    """A loss function that also returns the sum of each term of the loss, without its factor.
+
+    A factor, such as 1 / (images of the mini-batch), rounds. It must be applied to the sum over all
+    parts, as without parts, and not to the sum of each part.
+
+    Parameters
+    ----------
+    function : callable
+        The function f(net, images, targets), which returns a tuple with the loss first.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Any, ...]]) -> None:
+        self.function = function
+        # {images of the mini-batch: the loss without sums}; a replayed step does not call Python
+        self._losses: dict[int, Partial] = {}
+
+    def __call__(self, net: Network, images: Blocked, targets: Any) -> tuple[Any, ...]:
+        results = self.function(net, images, targets)
+        loss = value_of(results[0])
+        terms = [replace(term, nodes=[]) for term in loss.terms]
+        self._losses[images.batch.total] = Partial(terms, None, loss.shape, loss.dtype)
+        sums = [replace(term, scale=1.0) for term in loss.terms]
+        return *results, *(Partial([term], None, loss.shape, term.dtype) for term in sums)
+
+    def of_minibatch(self, value: tuple[Any, ...], images: int) -> tuple[Any, ...]:
+        """Return the results of the function, given the added results of the parts."""
+        loss = self._losses[images]
+        count = len(value) - len(loss.terms)
+        return loss.finish(value[count:]), *value[1:count]
+
+
+def accumulated(
+    gradient: Callable[..., Any],
+    objective: PartObjective,
+    net: Network,
+    images: Blocked,
+    targets: Any,
+) -> Any:
     """Compute `gradient(net, images, targets)` part by part, and return the result. Collective.
 
     The gradients and results of the parts are summed in a tree. Each leaf of this tree is a node of
@@ -32,7 +72,9 @@ def accumulated(gradient: Callable[..., Any], net: Network, images: Blocked, tar
     Parameters
     ----------
     gradient : callable
-        A function that `value_and_grad` returned with `reduce=world`.
+        A function that `value_and_grad` returned for `objective` with `reduce=world`.
+    objective : PartObjective
+        The loss.
     net : Network
         The network, which is not changed.
     images, targets : Blocked
@@ -56,7 +98,7 @@ def accumulated(gradient: Callable[..., Any], net: Network, images: Blocked, tar
         del part, gradients  # free the memory for the next part
     totals = {name: counter.values[0] for name, counter in sums.items()}
     value = tuple(totals.pop(i) for i in range(len(value)))
-    return value, totals, net.state
+    return objective.of_minibatch(value, images.batch.count), totals, net.state
 
 
 def check(options: Any, loss: Any, device: Any) -> None:

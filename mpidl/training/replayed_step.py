@@ -206,7 +206,7 @@ class ReplayedParts(ReplayedStep):
         if not isinstance(images.batch, PartedBatch):
             return super()._gradient(images, targets)
         state = {name: np.array(array) for name, array in self.net.state.items()}
-        results = accumulation.accumulated(self._part, self.net, images, targets)
+        results = accumulation.accumulated(self._part, self.objective, self.net, images, targets)
         self._set_state(state)  # keep the old state until the update
         return results
 

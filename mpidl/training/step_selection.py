@@ -46,7 +46,10 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
         step_class = replayed if is_recordable else EagerStep
         queue = MinibatchQueue(*arguments, **queue_options)
         queue.parts = options.accumulate
-        return queue, step_class(net, optimizer, loss, world, labels_per_image, balancer, advice)
+        step = step_class(net, optimizer, loss, world, labels_per_image, balancer, advice)
+        if options.accumulate > 1:
+            step.compute_parts()
+        return queue, step
     from mpidl.data.loading.device_queue import DeviceQueue  # only ranks with a GPU import GPU code
 
     if options.batchnorm == "local":

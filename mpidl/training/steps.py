@@ -80,10 +80,15 @@ class EagerStep:
 
     def __init__(self, net, optimizer, loss, world, labels_per_image, balancer, advice):
         self.net, self.optimizer, self.world = net, optimizer, world
-        self.objective = losses.loss_function(loss)
+        self.objective: Any = losses.loss_function(loss)
         self.gradient = value_and_grad(self.objective, reduce=world)
         self.labels_per_image, self.balancer, self.advice = labels_per_image, balancer, advice
         self.observers: list[Callable[[Mapping[str, np.ndarray]], None]] = []
+
+    def compute_parts(self) -> None:
+        """Prepare for mini-batches in parts; call this method before the first step."""
+        self.objective = accumulation.PartObjective(self.objective)
+        self.gradient = value_and_grad(self.objective, reduce=self.world)
 
     def observe_gradients(self, observer: Callable[[Mapping[str, np.ndarray]], None]) -> None:
         """Register a function that receives the gradients of each mini-batch before the update.
@@ -116,7 +121,8 @@ class EagerStep:
 
     def _gradient(self, images, targets):
         if isinstance(images.batch, PartedBatch):
-            return accumulation.accumulated(self.gradient, self.net, images, targets)
+            arguments = self.gradient, self.objective, self.net, images, targets
+            return accumulation.accumulated(*arguments)
         return self.gradient(self.net, images, targets)
 
     def _update(self, gradients, state):

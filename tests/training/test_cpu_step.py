@@ -79,6 +79,8 @@ def run(
     queue = MinibatchQueue(store, batch, 0, world, **queue_options)
     queue.parts = parts
     step = step_class(net, optimizer, "crossentropy", world, 1, None, lambda rate: "")
+    if parts > 1:
+        step.compute_parts()
     losses = []
     for epoch in range(1, epochs + 1):
         for images, labels in queue.epoch(epoch):
