@@ -29,6 +29,10 @@ GROUPS: dict[str, Sequence[str]] = {
         *("erase", "erase_area", "erase_aspect", "erase_value"),
         *("mixup", "cutmix", "mix_probability", "test_flips"),
     ),
+    "Study": (
+        *("weak", "repeat", "accuracy", "predict", "link", "ranks_per_node", "probe_ranks"),
+        *("probe_seconds", "probe", "table"),
+    ),
     "Object stores": ("endpoint_url", "requests", "cache_dir", "retry_seconds"),
     "Start from weights": ("weights", "new_layer_factor", "freeze_up_to"),
     "Length and mini-batches": (
