@@ -30,6 +30,8 @@ NAMES: dict[str, str] = {
     "trainingOptions": "dl.TrainingOptions(epochs=30, batch_size=128, ...)",
     "trainingProgressMonitor": 'world.report(...) in dl.report_to("RUN", world=world), which '
     "`python -m mpidl.monitor RUN` shows",
+    "animatedline": "`progress.png`, `python -m mpidl.monitor RUN`, or "
+    'dl.launch(function, plots="live") in a notebook',
     "experimentManager": "dl.sweep(function, trials)",
     # custom loops
     "dlarray": "not needed: dl.MinibatchQueue delivers values per image, and "
@@ -64,6 +66,9 @@ NAMES: dict[str, str] = {
     "imageDatastore": "dl.ImageFolder(folder, world)",
     "augmentedImageDatastore": "dl.ImageFolder(folder, world, preprocess=dl.Preprocess(size=...))",
     "imageDataAugmenter": "dl.Augmenter(reflect_x=True, translate_x=4, ...)",
+    "denoisingImageDatastore": "dl.data.combined(noisy, clean), or a class derived from "
+    "dl.data.Datastore that adds the noise",
+    "pixelLabelImageDatastore": "dl.data.combined(images, masks, pixel_labels=True)",
     "pixelLabelDatastore": "dl.data.combined(images, masks, pixel_labels=True)",
     "arrayDatastore": "dl.ArrayDatastore(images, labels)",
     "combine": "dl.data.combined(images, targets)",
@@ -113,6 +118,10 @@ NAMES: dict[str, str] = {
     "maxPooling2dLayer": "dl.MaxPool2D(size, stride)",
     "averagePooling2dLayer": "dl.AveragePool2D(size, stride)",
     "globalAveragePooling2dLayer": "dl.GlobalAveragePool2D()",
+    **dict.fromkeys(
+        ("lstmLayer", "bilstmLayer", "gruLayer"),
+        "not in mpidl, which trains convolutional networks on images",
+    ),
     "dropoutLayer": "dl.Dropout(0.5)",
     "fullyConnectedLayer": "dl.Dense(outputs)",
     "additionLayer": "dl.Add(inputs=(...))",
@@ -134,6 +143,8 @@ NAMES: dict[str, str] = {
     "imresize": "dl.Preprocess(size=(224, 224))",
     # workers and devices
     "parpool": _RANKS,
+    "parcluster": "`sbatch run/train.slurm`, or `mpirun -n N python FILE.py`",
+    "setenv": "os.environ[name] = value, or `export NAME=value` before mpirun",
     "gcp": "dl.World()",
     "spmd": _RANKS,
     "parfor": "dl.sweep(function, trials), one training run per rank or group of ranks",
@@ -158,6 +169,7 @@ NAMES: dict[str, str] = {
     "gpuDeviceCount": "`python -m mpidl.info`, which lists the GPUs",
     "gpuArray": 'not needed: after world.use_device("gpu") dl.MinibatchQueue uploads images',
     # after training
+    "gradCAM": "not in mpidl; dl.activations(net, images, layer) returns the output of a layer",
     "minibatchpredict": "dl.predict(net, images)",
     "scores2label": "dl.classify(net, images, names=True)",
     "testnet": "dl.evaluate(net, images)",

@@ -39,6 +39,11 @@ def test_a_name_of_matlab_names_a_call(name):
     assert missing_attributes(text) == []
 
 
+def test_names_outside_the_page_have_answers():
+    names = "denoisingImageDatastore pixelLabelImageDatastore animatedline parcluster setenv"
+    assert {*names.split(), "gradCAM", "lstmLayer"} <= matlab_names.NAMES.keys()
+
+
 def missing_attributes(text):
     """Return the calls in a text whose attributes do not exist, such as "dl.trian"."""
     missing = []
