@@ -121,12 +121,12 @@ def test_options_give_the_same_bytes_on_any_ranks_and_resumed(pictures, tmp_path
 def test_patience_ends_the_run_and_the_result_is_the_best_network(runs, pictures, tmp_path):
     """The run ends after two validations without improvement, and returns the best network.
 
-    The validation after iteration 6 has the lowest loss.
+    The validation after iteration 15 has the lowest loss.
     """
     validations = [(r[3], r[2]) for r in records(runs[1]) if r[0] == "validation"]
-    assert [iteration for _, iteration in validations] == [3, 6, 9, 12] and min(validations)[1] == 6
-    assert jobs.summary(runs[1])["iterations"] == 12
-    best = jobs.trained_hash(1, pictures, tmp_path / "best", *DECIDING, "--max-iterations", 6)
+    assert [iteration for _, iteration in validations] == [*range(3, 22, 3)]
+    assert min(validations)[1] == 15 and jobs.summary(runs[1])["iterations"] == 21
+    best = jobs.trained_hash(1, pictures, tmp_path / "best", *DECIDING, "--max-iterations", 15)
     assert best == jobs.weights_hash(runs[1])
 
 

@@ -45,7 +45,8 @@ def test_every_rank_has_the_history_without_files(world):
     assert list(history.epoch.iteration) == [3, 6] and list(history.epoch.epoch) == [1, 2]
     assert history.epoch.loss[-1] == result.loss
     assert list(history.validation.iteration) == [2, 4, 6]
-    assert history.validation.accuracy[-1] == result.validation_accuracy
+    assert list(history.final_validation.iteration) == [6]
+    assert history.final_validation.accuracy[-1] == result.validation_accuracy
     assert (np.diff(history.iteration.seconds) >= 0).all()
     root = world.broadcast(history)
     assert_same(root, history)

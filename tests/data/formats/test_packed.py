@@ -177,7 +177,7 @@ FORGED = [
     ({"images": rows(PIXELS.astype(float))}, "images: expected uint8 or float32"),
     ({"images": None}, "expected images (n, C, H, W)"),
     ({"images": rows(np.zeros((12, 6), np.uint8))}, "expected images (n, C, H, W)"),
-    ({"labels": rows(np.zeros((12, 1), int))}, "got labels of shape (12, 1)"),
+    ({"labels": rows(np.zeros((12, 2), int))}, "got labels of shape (12, 2)"),
     ({"labels": rows(np.zeros(11, int))}, "expected checksums and labels of 12 images"),
     ({"labels": rows(np.full(12, 3))}, "expected labels below 3"),
     ({"labels": None}, "expected labels, found none"),
