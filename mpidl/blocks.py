@@ -68,6 +68,8 @@ class Batch:
     total
         Number of images over which means are computed; by default `count`. If this Batch is a part
         of a mini-batch (gradient accumulation), the number of images in the whole mini-batch.
+    function
+        Name of the queue's `function` that made the images, or None.
     """
 
     count: int
@@ -78,6 +80,7 @@ class Batch:
     seed: int = 0
     device: Any = None
     total: int | None = None
+    function: str | None = None
 
     @property
     def blocks(self) -> int:
@@ -213,6 +216,7 @@ def share(
     load: tuple[int, ...] | None = None,
     plain: bool | None = None,
     device: Any = None,
+    function: str | None = None,
 ) -> Batch:
     """Divide a mini-batch among the ranks of `world`, and return this rank's Batch.
 
@@ -236,6 +240,8 @@ def share(
         `fold.Tree`). By default, the setting of the world.
     device
         The object that stores the counts in GPU memory. By default, the counts are in host memory.
+    function
+        Name of the queue's `function` that makes the images, or None.
 
     Returns
     -------
@@ -247,7 +253,7 @@ def share(
     tree = _tree(leaves, world.size, None if load is None else tuple(load), world.rank, plain)
     first, last = (min(edge * LANES, count) for edge in tree.run)
     indices = np.arange(count) if indices is None else np.asarray(indices)
-    return Batch(count, tree, world, indices[first:last], epoch, seed, device)
+    return Batch(count, tree, world, indices[first:last], epoch, seed, device, function=function)
 
 
 class Blocked:

@@ -57,6 +57,7 @@ CROSS_CUTTING = {
     "evaluation/test_undefined_scores.py": "metrics of NaN scores and of ignored labels",
     "backends/gpu/test_cupy_on_host.py": "the stand-in for CuPy on host memory",
     "interchange/test_fuzz_weights.py": "damaged weight files",
+    "evaluation/test_queue_function.py": "functions of queues, from a custom loop to evaluation",
     "nn/test_gelu.py": "GELU, from its layer to trainings",
     "nn/test_layer_arguments.py": "arguments of layers in other libraries",
     "nn/test_freeze.py": "freezing, from layers to the optimizer",

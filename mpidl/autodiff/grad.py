@@ -30,6 +30,8 @@ class Bindable(Protocol):
     def trainable(self) -> Mapping[str, np.ndarray]:
         """The learnables to differentiate, by name."""
 
+    input_function: str | None
+
     def bind(self, learnables: Mapping[str, Any]) -> Any:
         """Return a copy of the network in training mode with these learnables."""
 
@@ -119,6 +121,8 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
             )
         batch = batch_of(*args)
         world = batch.world if batch else reduce
+        if network and batch:
+            model.input_function = batch.function
         computed = {}
         with phases.span("backward"):
             reducer = reduce.reducer() if reduce is not None else None

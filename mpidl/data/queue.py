@@ -12,7 +12,7 @@ from mpidl import keyed
 from mpidl.backends.cpu import arenas
 from mpidl.blocks import LANES, Blocked, OneRank, Ranks, blocks_of, share
 from mpidl.data import balanced, partition
-from mpidl.data.datastore import Datastore
+from mpidl.data.datastore import Datastore, Derived
 from mpidl.data.loading.bad_images import BadImages, Unreadable
 from mpidl.data.loading.feed import FeedBuilder, upload_feeds
 from mpidl.data.loading.gathering import Gatherer
@@ -184,6 +184,12 @@ class MinibatchQueue:
         # small for the next mini-batch, so the queue has a separate arena.
         self.arena = arenas.Arena()
 
+    @property
+    def function_name(self) -> str | None:
+        """Name of the `function`, or None if the queue has none."""
+        function = self.pipeline.function
+        return None if function is None else getattr(function, "__name__", type(function).__name__)
+
     def __len__(self) -> int:
         """Return the number of mini-batches per epoch."""
         full, images_left = divmod(self.epoch_images, self.batch_size)
@@ -304,6 +310,7 @@ class MinibatchQueue:
     def _job(self, indices, epoch, is_ahead):
         """Return a Job that prepares one mini-batch; each task reads some consecutive blocks."""
         keys = {"epoch": epoch, "seed": self.seed, "load": self.load, "plain": self.plain}
+        keys["function"] = self.function_name
         if self.parts > 1:
             blocks = part_blocks(self.batch_size, self.parts)
             batch: Any = share_parts(len(indices), blocks, self.world, indices, **keys)
@@ -322,6 +329,32 @@ class MinibatchQueue:
         builder = _BatchBuilder(batch, self.pipeline, self.arena, gatherer)
         builder.fetches, builder.unreadable_images = fetches, self._unreadable_images()
         return Job(self.pipeline.tasks(builder.read, batch.blocks, self.workers), builder.result)
+
+
+class QueueImages(Derived):
+    """The images of a queue as an evaluation sees them: after the function, not augmented.
+
+    The shapes and types are those of the mini-batches. `in_order` of `mpidl.evaluation` delivers
+    the images; `read` does not apply the function.
+    """
+
+    def __init__(self, queue: MinibatchQueue):
+        super().__init__(queue.datastore)
+        self.queue, trained = queue, queue.pipeline
+        pipeline = Pipeline(queue.datastore, crop=trained.crop, function=trained.function)
+        self.image_shape, self.dtype = pipeline.image_shape, pipeline.dtype
+        is_label = pipeline.labels_shape == () and self.targets_shape is None
+        if not (is_label and self.labels is not None and pipeline.labels_dtype == np.int32):
+            self.targets_shape = pipeline.labels_shape
+            if pipeline.labels_dtype is not None:
+                self.targets_dtype = pipeline.labels_dtype
+
+    def options(self, transform: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a queue for evaluation; `transform` is the network's own."""
+        pipeline = self.queue.pipeline
+        arguments = {"normalization": pipeline.normalization, "crop": pipeline.crop}
+        arguments |= {name: value for name, value in transform.items() if value is not None}
+        return {"function": pipeline.function, "seed": self.queue.seed, **arguments}
 
 
 def epoch_images(datastore: Datastore, sampling: str) -> int:

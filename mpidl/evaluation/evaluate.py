@@ -5,18 +5,20 @@ Results are exact and do not depend on the number of ranks.
 
 import math
 import numbers
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidl import losses, phases
-from mpidl.blocks import LANES
+from mpidl.blocks import LANES, OneRank
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue
 from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
+from mpidl.data.queue import QueueImages
 from mpidl.errors import StorageFault, UserError
 from mpidl.evaluation.class_metrics import ClassMetrics, Tally, predicted_classes, requested
 from mpidl.evaluation.confusion import Confusion, tally
@@ -165,15 +167,44 @@ def in_order(
     """Yield all mini-batches in the datastore's order, with the network's input transform.
 
     All ranks stop at the same mini-batch; see `agreed`. `options` are passed to `MinibatchQueue`.
+    Rank 0 warns if the images do not pass through the function with which the network was trained.
     """
-    options |= {"shuffle": "never", **net.input_transform()}
+    transform = net.input_transform()
+    if isinstance(datastore, QueueImages):
+        transform, datastore = datastore.options(transform), datastore.parent
+    elif net.input_function is not None and world.rank == 0:
+        name = net.input_function
+        warnings.warn(
+            f"the network was trained with function={name} of a MinibatchQueue, which is not "
+            f"applied to these images: pass dl.MinibatchQueue(images, function={name}) instead of "
+            "the images, or set net.input_function = None if the function is for training only",
+            stacklevel=1,  # one place, so that Python shows the warning once
+        )
+    options |= {"shuffle": "never", **transform}
     queue = MinibatchQueue(datastore, batch_size, world=world, **options)
     return agreed(queue.epoch(0), world, signals)
 
 
+def evaluated_images(images: Any) -> Datastore:
+    """Return the datastore to evaluate: the images that a queue delivers, or `images`."""
+    return QueueImages(images) if isinstance(images, MinibatchQueue) else images
+
+
+def evaluating_world(world: World | None, datastore: Datastore) -> tuple[World, bool]:
+    """Return the ranks that share the images, and whether the caller must close this world.
+
+    By default, they are the ranks of the queue, if the images are those of a queue that has ranks,
+    or all ranks.
+    """
+    if world is None and isinstance(datastore, QueueImages):
+        ranks = datastore.queue.world
+        world = None if isinstance(ranks, OneRank) else ranks
+    return (World(), True) if world is None else (world, False)
+
+
 def evaluate(
     net: Network,
-    datastore: Datastore,
+    datastore: Datastore | MinibatchQueue,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -195,10 +226,11 @@ def evaluate(
     ----------
     net : Network
         The network.
-    datastore : Datastore
-        Images with labels, or with targets that the loss compares with the outputs.
+    datastore : Datastore or MinibatchQueue
+        Images with labels, or with targets that the loss compares with the outputs. For a queue,
+        its images in the order of its datastore, with its function, but without its augmenter.
     world : World, optional
-        The ranks that share the images. The default is all ranks.
+        The ranks that share the images. The default is the world of the queue, or all ranks.
     batch_size : int
         Images per mini-batch.
     prefetch : int
@@ -234,12 +266,13 @@ def evaluate(
         label is not less than the number of outputs, or if the class names of the dataset differ
         from ``net.classes``.
     """
+    datastore = evaluated_images(datastore)
     losses.check(loss, net, datastore)
     losses.check_names(net.classes, loss, net, datastore, "the network")
     _check_count(datastore)
     classes = _classes(net, loss, top_k, confusion)
-    names, is_own = requested(metrics, loss, net), world is None
-    world = World() if world is None else world
+    names = requested(metrics, loss, net)
+    world, is_own = evaluating_world(world, datastore)
     totals, n, in_top_k = _Totals(losses.labels_per_image(net, datastore)), 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
     label_range = losses.label_range(loss, net)
@@ -375,7 +408,7 @@ def places(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 def regression_errors(
     net: Network,
-    datastore: Datastore,
+    datastore: Datastore | MinibatchQueue,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -390,7 +423,7 @@ def regression_errors(
     ----------
     net : Network
         The network.
-    datastore : Datastore
+    datastore : Datastore or MinibatchQueue
         Images with targets, such as images or scalars. The targets must have the shape of the
         network's outputs, except for axes of length 1.
     world : World, optional
@@ -413,6 +446,7 @@ def regression_errors(
         there are no images.
     """
     losses.need_network(net)
+    datastore = evaluated_images(datastore)
     need_datastore(datastore, "images")
     if datastore.targets_shape is None:
         raise UserError(f"{datastore.describe()}: the images have no targets to compare with")
@@ -423,8 +457,7 @@ def regression_errors(
             f"network's outputs, found {shape}"
         )
     _check_count(datastore)
-    is_own = world is None
-    world = World() if world is None else world
+    world, is_own = evaluating_world(world, datastore)
     totals, n = np.zeros(2), 0
     batches = in_order(net, datastore, world, batch_size, bad_images=bad_images)
     net = mirrored(net.on(world.device), test_flips)

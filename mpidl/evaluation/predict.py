@@ -17,12 +17,12 @@ from mpidl import losses, ops
 from mpidl.backends import fast_convolutions
 from mpidl.blocks import Blocked
 from mpidl.comm import World
-from mpidl.data import ArrayDatastore
+from mpidl.data import ArrayDatastore, MinibatchQueue
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import UserError
 from mpidl.evaluation.class_metrics import predicted_classes
-from mpidl.evaluation.evaluate import BATCH, in_order
+from mpidl.evaluation.evaluate import BATCH, evaluated_images, evaluating_world, in_order
 from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.matlab_names import explain_arguments
 from mpidl.nn import Network
@@ -33,7 +33,7 @@ from mpidl.nn.layers import Sigmoid, Softmax
 @overload
 def predict(
     net: Network,
-    images: Datastore | np.ndarray,
+    images: Datastore | MinibatchQueue | np.ndarray,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -44,7 +44,7 @@ def predict(
 @overload
 def predict(
     net: Network,
-    images: Datastore | np.ndarray,
+    images: Datastore | MinibatchQueue | np.ndarray,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -55,7 +55,7 @@ def predict(
 @explain_arguments
 def predict(
     net: Network,
-    images: Datastore | np.ndarray,
+    images: Datastore | MinibatchQueue | np.ndarray,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -69,9 +69,10 @@ def predict(
     ----------
     net : Network
         The network.
-    images : Datastore or ndarray of shape (n, C, H, W)
-        The images. An array must be the same on every rank. If the network has no normalization,
-        uint8 pixels are divided by 255, and floats are used unchanged.
+    images : Datastore, MinibatchQueue or ndarray of shape (n, C, H, W)
+        The images. For a queue, see `evaluate`. An array must be the same on every rank. If the
+        network has no normalization, uint8 pixels are divided by 255, and floats are used
+        unchanged.
     world : World, optional
         The ranks that share the images. The default is all ranks.
     batch_size : int
@@ -112,7 +113,7 @@ def predict(
 @overload
 def classify(
     net: Network,
-    images: Datastore | np.ndarray,
+    images: Datastore | MinibatchQueue | np.ndarray,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -123,7 +124,7 @@ def classify(
 @overload
 def classify(
     net: Network,
-    images: Datastore | np.ndarray,
+    images: Datastore | MinibatchQueue | np.ndarray,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -134,7 +135,7 @@ def classify(
 @explain_arguments
 def classify(
     net: Network,
-    images: Datastore | np.ndarray,
+    images: Datastore | MinibatchQueue | np.ndarray,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -198,7 +199,7 @@ def classify(
 @overload
 def activations(
     net: Network,
-    images: Datastore | np.ndarray,
+    images: Datastore | MinibatchQueue | np.ndarray,
     layer: str,
     *,
     world: World | None = None,
@@ -208,7 +209,7 @@ def activations(
 @overload
 def activations(
     net: Network,
-    images: Datastore | np.ndarray,
+    images: Datastore | MinibatchQueue | np.ndarray,
     layer: str,
     *,
     world: World | None = None,
@@ -218,7 +219,7 @@ def activations(
 @explain_arguments
 def activations(
     net: Network,
-    images: Datastore | np.ndarray,
+    images: Datastore | MinibatchQueue | np.ndarray,
     layer: str,
     *,
     world: World | None = None,
@@ -342,9 +343,10 @@ def by_batch(
         yield np.concatenate(indices), joined
 
 
-def as_datastore(net: Network, images: Datastore | np.ndarray) -> Datastore:
+def as_datastore(net: Network, images: Datastore | MinibatchQueue | np.ndarray) -> Datastore:
     """Convert images to a datastore; raise UserError if the network expects another image shape."""
     losses.need_network(net)
+    images = evaluated_images(images)
     if not isinstance(images, Datastore):
         images = np.asarray(images)
         images = images[None] if images.shape == net.input_shape else images
@@ -362,8 +364,7 @@ def _collect(
     net, datastore, function, shape, dtype, world, batch_size, everywhere, test_flips="none"
 ):
     """Call a function for all images, and collect its results in one array."""
-    is_own = world is None
-    world = World() if world is None else world
+    world, is_own = evaluating_world(world, datastore)
     keeps = everywhere or world.rank == 0
     collected = np.empty((len(datastore), *shape), dtype) if keeps else None
     options: Any = {"world": world, "batch_size": batch_size, "test_flips": test_flips}

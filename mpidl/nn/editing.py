@@ -52,6 +52,7 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
     whitening = edited.unwhitened  # before the kept weights replace the new initial weights
     edited.fuse, edited.normalization = net.fuse, net.normalization
     edited.crop, edited.preprocess = net.crop, net.preprocess
+    edited.input_function = net.input_function
     same_outputs = edited.output_shape[:1] == net.output_shape[:1]
     edited.classes, edited.loss = (net.classes, net.loss) if same_outputs else (None, None)
     for new, old in ((edited._parameters, net._parameters), (edited._state, net._state)):
@@ -74,6 +75,7 @@ def append_layer(net: Network, layer: Layer) -> Network:
     )
     edited.fuse, edited.normalization = net.fuse, net.normalization
     edited.crop, edited.preprocess = net.crop, net.preprocess
+    edited.input_function = net.input_function
     edited.classes, edited.loss = net.classes, net.loss
     edited.parameters, edited.state = net.parameters, net.state
     edited.unwhitened = net.unwhitened

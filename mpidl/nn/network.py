@@ -76,6 +76,9 @@ class Network:
         The loss of the training, such as {"name": "dice", "ignore_label": 255}, or None if the loss
         is unknown or a function. `dl.train` sets `loss`, model files store it, and `mpidl.predict`
         evaluates the network with it.
+    input_function
+        Name of the `function` of the `MinibatchQueue` whose mini-batches trained the network, or
+        None. `value_and_grad` sets it. Evaluation warns if it does not apply this function.
     fuse
         Whether neighbouring convolution, batch normalization and ReLU layers run as one op. This
         setting does not change the results.
@@ -125,6 +128,7 @@ class Network:
         self.preprocess: Any = None
         self.classes: tuple[str, ...] | None = None
         self.loss: dict[str, str | int] | None = None
+        self.input_function: str | None = None
         self.plan_runs()
 
     def plan_runs(self) -> None:

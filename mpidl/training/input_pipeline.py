@@ -262,6 +262,7 @@ def prepare(
     if needs_filters:
         whitening.whiten(net, images, world)
     net.preprocess = datastore.preprocess or net.preprocess
+    net.input_function = None
     loss = options.loss_with_options()
     net.classes = losses.trained_classes(loss, net, datastore)
     net.loss = losses.trained_loss(loss, net, datastore)

@@ -50,6 +50,7 @@ class Description(_Description, total=False):
     preprocess: Preprocess
     loss: dict[str, str | int]
     unwhitened: list[str]  # names of layers whose filters have not been computed yet
+    input_function: str  # see `Network.input_function`
 
 
 class Torn(Exception):
@@ -180,6 +181,7 @@ def describe(
     preprocess: Preprocess | None = None,
     loss: Mapping[str, Any] | None = None,
     unwhitened: Iterable[str] = (),
+    input_function: str | None = None,
 ) -> dict[str, Any]:
     """Return the root attributes of a file that describe a network, its input and its loss."""
     attributes: dict[str, Any] = {
@@ -196,6 +198,8 @@ def describe(
         attributes["loss"] = json.dumps(loss)
     if names := list(unwhitened):
         attributes["unwhitened"] = json.dumps(names)
+    if input_function is not None:
+        attributes["input_function"] = input_function
     return attributes
 
 
@@ -215,6 +219,8 @@ def described(attributes: Mapping[str, Any]) -> Description:
         description["loss"] = json.loads(attributes["loss"])
     if "unwhitened" in attributes:
         description["unwhitened"] = json.loads(attributes["unwhitened"])
+    if "input_function" in attributes:
+        description["input_function"] = str(attributes["input_function"])
     return description
 
 
@@ -247,6 +253,7 @@ def network_of(
     net.normalization.check(net.input_shape)
     net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
     net.loss = losses.check_trained_loss(description.get("loss"))
+    net.input_function = description.get("input_function")
     classes = description["classes"]
     if classes is not None and not (
         isinstance(classes, list) and all(isinstance(name, str) for name in classes)
@@ -265,7 +272,8 @@ def description_of(net: Network) -> dict[str, Any]:
     """Return the root attributes of a file that describe `net` with its class names."""
     name = normalize.USUAL if net.normalization is None else net.normalization.name
     optional = net.crop, net.preprocess, net.loss, net.unwhitened
-    return describe(net.spec(), net.classes, net.input_shape, name, *optional)
+    required = net.spec(), net.classes, net.input_shape, name
+    return describe(*required, *optional, input_function=net.input_function)
 
 
 def save_model(
@@ -309,6 +317,7 @@ def save_model(
     attributes = describe(
         *(net.spec(), classes, net.input_shape, normalization),
         *(net.crop, net.preprocess, net.loss, net.unwhitened),
+        input_function=net.input_function,
     )
     tables = {name: arrays for name, arrays in tables.items() if arrays}
     tables = {"learnables": net.parameters, "state": net.state, **tables}
@@ -333,8 +342,8 @@ def load_model(
         The network, with its class names and the image preprocessing that was used in training.
     description : dict
         A dict with the keys "network" (the list of layers), "classes", "input_shape" and
-        "normalization", and with "crop", "preprocess", "loss" and "unwhitened" if the file has
-        these attributes.
+        "normalization", and with "crop", "preprocess", "loss", "unwhitened" and "input_function" if
+        the file has these attributes.
 
     Raises
     ------
