@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from mpidl.errors import UserError
 from mpidl.files import digest
 from mpidl.matlab_names import explain_arguments
 from mpidl.text import did_you_mean, name_list, printable, sorted_classes
+
+# images, and their labels or targets
+Arrays: TypeAlias = tuple[np.ndarray, Sequence[int] | Sequence[str] | np.ndarray]
 
 MOST_CLASSES = 1 << 20  # maximum number of classes of a set without class names
 
@@ -119,6 +122,35 @@ class ArrayDatastore(Datastore):
         sample = np.linspace(0, max(len(self) - 1, 0), min(len(self), 64)).astype(np.int64)
         parts = [super().fingerprint(), self.images[sample]]
         return digest(*parts, *([] if self._targets is None else [self._targets[sample]]))
+
+
+def as_datastore(candidate: object, role: str) -> Datastore:
+    """Return a datastore: the candidate, or an `ArrayDatastore` of a tuple (images, labels).
+
+    Class names and whole numbers, one per image, are labels. Other arrays are targets.
+
+    Raises
+    ------
+    UserError
+        If the candidate is anything else. `role` names the argument in the message.
+    """
+    if isinstance(candidate, Datastore):
+        return candidate
+    if isinstance(candidate, tuple) and len(candidate) == 2:
+        images, labels = candidate
+        values = np.asarray(labels)
+        is_flat = values.shape in (values.shape[:1], (*values.shape[:1], 1))
+        if label_names(labels) is not None or (is_flat and values.dtype.kind in "iu"):
+            return ArrayDatastore(images, labels)
+        return ArrayDatastore(images, targets=values)
+    hint = ""
+    if isinstance(candidate, str | os.PathLike):
+        hint = ": use dl.ImageFolder(folder)"
+    elif isinstance(candidate, tuple | list | np.ndarray):
+        hint = ": use dl.ArrayDatastore(images, labels) or a tuple (images, labels)"
+    elif isinstance(getattr(candidate, "datastore", None), Datastore):
+        hint = ": use queue.datastore, the images of the queue"
+    raise UserError(f"{role}: expected a datastore, found {type(candidate).__name__}{hint}")
 
 
 def check_channels_first(shape: Sequence[int], source: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias, overload
 
 import numpy as np
@@ -65,6 +65,48 @@ class Datastore:
         if self.labels is None:
             raise TypeError(f"{type(self).__name__} has no labels, so it must define __len__")
         return len(self.labels)
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, int | np.ndarray | None]:
+        """Return image i with its label or target.
+
+        Parameters
+        ----------
+        i : int
+            Index of an image. Negative indices count from the end.
+
+        Returns
+        -------
+        image : ndarray
+            Image (C, H, W) of `dtype`.
+        label : int, ndarray or None
+            The target if the set has targets, otherwise the label, or None if there are no labels.
+
+        Raises
+        ------
+        IndexError
+            If there is no image i.
+        TypeError
+            If `i` is not a single index.
+        """
+        kind = type(self).__name__
+        try:
+            i, count = operator.index(i), len(self)
+        except TypeError:
+            raise TypeError(
+                f"{kind}: expected the index of one image, found {i!r:.100}; subset(indices) "
+                "selects several images"
+            ) from None
+        if not -count <= i < count:
+            raise IndexError(f"{kind}: expected an index below {count}, the images, found {i}")
+        i %= count
+        image = self.read([i])[0]
+        if self.targets_shape is not None:
+            return image, self.targets([i])[0]
+        return image, None if self.labels is None else int(self.labels[i])
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, int | np.ndarray | None]]:
+        """Yield (image, label) of each image in order; see `__getitem__`."""
+        return (self[i] for i in range(len(self)))
 
     def read(self, indices: Indices) -> np.ndarray:
         """Return the images with the given indices. Must not call MPI.
@@ -539,19 +581,3 @@ def describe_derived(parent: Datastore, operation: object, derived: Datastore) -
     """Describe a derived set in one line: the parent's source, the operation and the new size."""
     source = parent.describe().rpartition(": ")[0]
     return f"{source or 'images'}, {operation}: {counted(derived)}"
-
-
-def need_datastore(candidate: object, role: str) -> None:
-    """Raise `UserError` if `candidate` is not a datastore.
-
-    If the candidate is a path or an array, the message suggests how to make a datastore from it.
-    `role` names the argument in the message.
-    """
-    if isinstance(candidate, Datastore):
-        return
-    hint = ""
-    if isinstance(candidate, str | os.PathLike):
-        hint = ": use dl.ImageFolder(folder)"
-    elif isinstance(candidate, tuple | list | np.ndarray):
-        hint = ": use dl.ArrayDatastore(images, labels)"
-    raise UserError(f"{role}: expected a datastore, found {type(candidate).__name__}{hint}")

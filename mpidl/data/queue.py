@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -194,6 +194,13 @@ class MinibatchQueue:
         """Return the number of mini-batches per epoch."""
         full, images_left = divmod(self.epoch_images, self.batch_size)
         return full + (images_left > 0 and self.partial_minibatch == "return")
+
+    def __iter__(self) -> NoReturn:
+        """Raise UserError, because the order of the images depends on the number of the epoch."""
+        raise UserError(
+            "MinibatchQueue: expected the number of an epoch, which determines the order of the "
+            "images: use `for images, labels in queue.epoch(epoch)`, with epoch = 1, 2, ..."
+        )
 
     def __repr__(self) -> str:
         return f"MinibatchQueue({len(self)} mini-batches of {self.batch_size}, {self.datastore!r})"

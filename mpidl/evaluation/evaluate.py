@@ -16,7 +16,8 @@ from mpidl.blocks import LANES, OneRank
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue
-from mpidl.data.datastore import Datastore, need_datastore
+from mpidl.data.array_datastore import Arrays, as_datastore
+from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages, Unreadable
 from mpidl.data.queue import QueueImages
 from mpidl.errors import StorageFault, UserError
@@ -186,8 +187,10 @@ def in_order(
 
 
 def evaluated_images(images: Any) -> Datastore:
-    """Return the datastore to evaluate: the images that a queue delivers, or `images`."""
-    return QueueImages(images) if isinstance(images, MinibatchQueue) else images
+    """Return the datastore to evaluate: a datastore, a queue's images, or (images, labels)."""
+    if isinstance(images, MinibatchQueue):
+        return QueueImages(images)
+    return as_datastore(images, "images")
 
 
 def evaluating_world(world: World | None, datastore: Datastore) -> tuple[World, bool]:
@@ -204,7 +207,7 @@ def evaluating_world(world: World | None, datastore: Datastore) -> tuple[World, 
 
 def evaluate(
     net: Network,
-    datastore: Datastore | MinibatchQueue,
+    datastore: Datastore | MinibatchQueue | Arrays,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -226,9 +229,10 @@ def evaluate(
     ----------
     net : Network
         The network.
-    datastore : Datastore or MinibatchQueue
+    datastore : Datastore, MinibatchQueue or (images, labels)
         Images with labels, or with targets that the loss compares with the outputs. For a queue,
-        its images in the order of its datastore, with its function, but without its augmenter.
+        its images in the order of its datastore, with its function, but without its augmenter. A
+        tuple of arrays must be the same on every rank; see `ArrayDatastore`.
     world : World, optional
         The ranks that share the images. The default is the world of the queue, or all ranks.
     batch_size : int
@@ -408,7 +412,7 @@ def places(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 def regression_errors(
     net: Network,
-    datastore: Datastore | MinibatchQueue,
+    datastore: Datastore | MinibatchQueue | Arrays,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -423,7 +427,7 @@ def regression_errors(
     ----------
     net : Network
         The network.
-    datastore : Datastore or MinibatchQueue
+    datastore : Datastore, MinibatchQueue or (images, targets)
         Images with targets, such as images or scalars. The targets must have the shape of the
         network's outputs, except for axes of length 1.
     world : World, optional
@@ -447,7 +451,6 @@ def regression_errors(
     """
     losses.need_network(net)
     datastore = evaluated_images(datastore)
-    need_datastore(datastore, "images")
     if datastore.targets_shape is None:
         raise UserError(f"{datastore.describe()}: the images have no targets to compare with")
     shape = losses.targets_shape(net, datastore) or ()

@@ -346,8 +346,9 @@ def by_batch(
 def as_datastore(net: Network, images: Datastore | MinibatchQueue | np.ndarray) -> Datastore:
     """Convert images to a datastore; raise UserError if the network expects another image shape."""
     losses.need_network(net)
-    images = evaluated_images(images)
-    if not isinstance(images, Datastore):
+    if isinstance(images, Datastore | MinibatchQueue):
+        images = evaluated_images(images)
+    else:
         images = np.asarray(images)
         images = images[None] if images.shape == net.input_shape else images
         layout = "NCHW" if images.shape[1:] == net.input_shape else None

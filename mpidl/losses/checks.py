@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidl.data.checks import check_classes
-from mpidl.data.datastore import need_datastore
 from mpidl.errors import UserError
 from mpidl.losses.dice_loss import Dice
 from mpidl.losses.label_checks import targets_shape
@@ -109,7 +108,6 @@ def check(
     """
     loss_function(loss)
     need_network(net)
-    need_datastore(datastore, "images")
     named_loss = label_loss(loss)
     if named_loss is None:
         if not callable(loss):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import numpy as np
 
 from mpidl import losses
 from mpidl.data import balanced
-from mpidl.data.datastore import Datastore, need_datastore
+from mpidl.data.array_datastore import as_datastore
+from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.queue import need_full_batch
 from mpidl.data.transforms import normalize
@@ -147,13 +148,21 @@ def image_shape(options: TrainingOptions, shape: Sequence[int]) -> tuple[int, ..
     return augmenter.image_shape(shape, label)
 
 
-def check_types(net: object, datastore: object, options: object) -> None:
-    """Raise UserError if an argument of `dl.train` has the wrong type."""
+def check_types(
+    net: object, datastore: object, options: object
+) -> tuple[Datastore, TrainingOptions]:
+    """Return the arguments of `dl.train` with tuples (images, labels) as datastores.
+
+    Raise UserError if an argument has the wrong type.
+    """
     losses.need_network(net)
-    need_datastore(datastore, "images to train on")
+    datastore = as_datastore(datastore, "images to train on")
     if not isinstance(options, TrainingOptions):
         hint = ": use TrainingOptions(**options)" if isinstance(options, dict) else ""
         raise UserError(f"expected TrainingOptions, found {type(options).__name__}{hint}")
+    if options.validation is not None:
+        options = replace(options, validation=as_datastore(options.validation, "validation"))
+    return datastore, options
 
 
 def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
@@ -181,8 +190,6 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
             f"network expects, found {shape}"
         )
     store = options.validation
-    if store is not None:
-        need_datastore(store, "validation")
     if store is not None and not len(store):
         raise UserError(f"validation: {store.describe()}: expected images, found none")
     augmenter, trained = augmenter_of(options), copy.copy(net)

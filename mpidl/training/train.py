@@ -11,6 +11,7 @@ from typing import Any
 from mpidl import backends
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
+from mpidl.data.array_datastore import Arrays
 from mpidl.data.checks import empty_classes_warning
 from mpidl.data.datastore import Datastore
 from mpidl.evaluation.validation import held_out
@@ -31,7 +32,7 @@ from mpidl.training.trainer import Trainer
 @explain_arguments
 def train(
     net: Network,
-    datastore: Datastore,
+    datastore: Datastore | Arrays,
     options: TrainingOptions | None = None,
     *,
     world: World | None = None,
@@ -51,8 +52,9 @@ def train(
     ----------
     net : Network
         The network to train.
-    datastore : Datastore
-        The training images, with the labels or targets that the loss needs.
+    datastore : Datastore or (images, labels)
+        The training images, with the labels or targets that the loss needs. A tuple of arrays must
+        be the same on every rank; see `ArrayDatastore`.
     options : TrainingOptions, optional
         The options of the run. The default is `TrainingOptions()`.
     world : World, optional
@@ -116,7 +118,7 @@ def train(
     if optimizer is not None:
         check_optimizer(optimizer, net)
         options = replace(options, learning_rate=optimizer.learning_rate)
-    input_pipeline.check_types(net, datastore, options)
+    datastore, options = input_pipeline.check_types(net, datastore, options)
     world = World(timeout=options.timeout) if world is None else world
     options = options.for_ranks(world.size)
     datastore, options = held_out(datastore, options)

@@ -19,8 +19,9 @@ import numpy as np
 
 from mpidl import keyed, losses
 from mpidl.blocks import OneRank
+from mpidl.data.array_datastore import as_datastore
 from mpidl.data.checks import read_images
-from mpidl.data.datastore import Datastore, need_datastore
+from mpidl.data.datastore import Datastore
 from mpidl.data.transforms.augment import centred
 from mpidl.errors import UserError
 from mpidl.files import call_together
@@ -106,7 +107,7 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
     and Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024, section 3.2.
     """
     losses.need_network(net)
-    need_datastore(datastore, "training images")
+    datastore = as_datastore(datastore, "training images")
     shape, expected = datastore.image_shape, net.input_shape
     if not len(datastore) or shape[0] != expected[0] or min(np.subtract(shape, expected)) < 0:
         raise UserError(

@@ -6,6 +6,7 @@ from image_sets import pixels_of, refusal
 
 from mpidl.data import ArrayDatastore, ImageFolder, MinibatchQueue
 from mpidl.data.datastore import Datastore
+from mpidl.errors import UserError
 
 
 def test_arrays():
@@ -234,3 +235,34 @@ def test_what_a_user_s_dataset_returns_is_checked():
     assert "Doubles.read: expected uint8 of shape (37, 1, 3, 3), got float64" in text
     text = refusal(next, MinibatchQueue(Flat()).epoch(0))
     assert "Flat.targets: expected float32 of shape (37, 2), got float64 of shape (37,)" in text
+
+
+def test_indexing_and_iteration_give_images_with_labels():
+    pixels = np.arange(5 * 12, dtype=np.uint8).reshape(5, 1, 3, 4)
+    targets = np.arange(10.0).reshape(5, 2)
+    sets = {
+        "label": ArrayDatastore(pixels, [2, 0, 1, 1, 0]),
+        "target": ArrayDatastore(pixels, targets=targets),
+        "nothing": ArrayDatastore(pixels),
+    }
+    for kind, store in sets.items():
+        expected = {"label": [2, 0, 1, 1, 0], "target": targets, "nothing": [None] * 5}[kind]
+        pairs = list(store)
+        assert len(pairs) == len(store) == 5
+        for i, (image, label) in enumerate(pairs):
+            assert np.array_equal(image, pixels[i]) and np.array_equal(label, expected[i])
+            assert np.array_equal(store[i - 5][0], image)
+        part = store.subset([3, 1])
+        assert np.array_equal(part[-1][0], pixels[1])
+        for i in (5, -6):
+            with pytest.raises(IndexError, match=f"an index below 5, the images, found {i}"):
+                store[i]
+        with pytest.raises(TypeError, match=r"found slice\(0, 2, None\); subset\(indices\)"):
+            store[0:2]
+
+
+def test_iteration_over_a_queue_names_the_epoch():
+    queue = MinibatchQueue(ArrayDatastore(np.zeros((5, 1, 3, 3), np.uint8)))
+    with pytest.raises(UserError, match=r"for images, labels in queue\.epoch\(epoch\)"):
+        for _ in queue:
+            pass

@@ -193,13 +193,34 @@ def test_a_regression_network_does_not_classify(world):
     assert dl.classify(net, pixels(), world=world).shape == (40,)
 
 
+def test_tuples_of_arrays_are_datastores(world):
+    store = labelled()
+    arrays = store.images, store.labels
+    nets, losses = [small(), small()], []
+    for net, images in zip(nets, (store, arrays), strict=True):
+        result = dl.train(net, images, settings(validation=images), world=world)
+        losses.append(result.validation_loss)
+    assert losses[0] == losses[1]
+    for name, weight in nets[0].parameters.items():
+        assert weight.tobytes() == nets[1].parameters[name].tobytes()
+    net = small()
+    assert dl.evaluate(net, arrays, world=world) == dl.evaluate(net, store, world=world)
+    names = np.array(["ant", "bee", "cat"])[store.labels]
+    assert dl.evaluate(net, (store.images, names), world=world).images == len(store)
+    targets = np.zeros((len(store), *net.output_shape))
+    errors = dl.regression_errors(net, (store.images, targets), world=world)
+    outputs = dl.predict(net, store.images, world=world, softmax=False)
+    np.testing.assert_allclose(errors.rmse, np.sqrt(np.mean(np.float64(outputs) ** 2)), rtol=1e-6)
+
+
 def test_arguments_of_other_types_are_refused(world):
     net, store, arrays = small(), labelled(), (pixels(), np.arange(40) % 3)
     for args, text in (
         (
-            (net, arrays),
-            "images to train on: expected a datastore, found tuple: use dl.ArrayDatastore",
+            (net, arrays[0]),
+            "images to train on: expected a datastore, found ndarray: use dl.ArrayDatastore",
         ),
+        ((net, dl.MinibatchQueue(store)), "found MinibatchQueue: use queue.datastore"),
         ((net, "shapes"), r"expected a datastore, found str: use dl.ImageFolder\(folder\)"),
         (
             (net, store, {"epochs": 1}),
@@ -212,15 +233,15 @@ def test_arguments_of_other_types_are_refused(world):
         ((None, store), "expected a network, found NoneType$"),
         ((net, store.subset([])), "expected training images, found none"),
         (
-            (net, store, settings(validation=arrays)),
-            "validation: expected a datastore, found tuple: ",
+            (net, store, settings(validation=list(arrays))),
+            "validation: expected a datastore, found list: ",
         ),
     ):
         with pytest.raises(dl.UserError, match=text):
             dl.train(*args, world=world)
     for call in (dl.evaluate, dl.regression_errors):
-        with pytest.raises(dl.UserError, match="expected a datastore, found tuple: use dl.Array"):
-            call(net, arrays, world=world)
+        with pytest.raises(dl.UserError, match="expected a datastore, found ndarray: use dl.Arr"):
+            call(net, arrays[0], world=world)
         with pytest.raises(dl.UserError, match="expected a network, found list"):
             call([], store, world=world)
     for call in (dl.predict, dl.classify):

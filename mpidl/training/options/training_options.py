@@ -72,7 +72,7 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
     augmenter : Augmenter, optional
         Random transformations of training images. This option replaces the options from flip to
         erase_value.
-    validation : Datastore, optional
+    validation : Datastore or (images, labels), optional
         Validation images. On the command line, the flag --validation-data sets this option.
     output_functions : function or sequence of functions
         Functions that all ranks call with a `Progress` at the start, after each iteration and
