@@ -6,8 +6,8 @@ tests/backends/test_conformance.py compares the results for all shapes with floa
 import numpy as np
 import pytest
 from cases import CONVOLUTIONS, GEOMETRY
-from conformance import LAST, arguments, results, share
-from test_conformance import BY_NAME, expected
+from conformance import LAST, arguments, expected, results, share
+from test_conformance import BY_NAME
 
 from mpidl.backends import settings
 from mpidl.backends.gpu import array, conv, conv_direct, launching
