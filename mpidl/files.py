@@ -86,10 +86,15 @@ def open_regular(path: str | os.PathLike) -> tuple[int, os.stat_result]:
 
     Opening a pipe does not wait for a writer, but raises OSError, as for a folder or a device.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except BlockingIOError:  # another process or host has a lease of the file, and gives it back
+        check_regular(os.stat(path))
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         check_regular(status)
+        os.set_blocking(descriptor, True)  # reads wait for locks of the file system
     except OSError:
         os.close(descriptor)
         raise

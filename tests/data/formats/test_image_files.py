@@ -1,6 +1,8 @@
 """Test image files: PNG, JPEG, BMP and TIFF of every depth and mode, and refused files."""
 
 import os
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -10,6 +12,7 @@ from PIL import Image
 
 import mpidl as dl
 from mpidl.data import ImageFolder
+from mpidl.files import open_regular
 
 
 @pytest.mark.parametrize("suffix", [".png", ".bmp", ".tif", ".TIFF"])
@@ -172,3 +175,26 @@ def test_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path):
     bad_images = dl.data.BadImages()
     bad_images.search(store, None)
     assert bad_images.reasons == {4: expected}
+
+
+def test_a_leased_file_is_read_when_its_holder_gives_it_back(tmp_path):
+    """File servers take leases, which an open that does not wait cannot break."""
+    path = tmp_path / "leased"
+    path.write_bytes(b"content")
+    program = (
+        "import fcntl, signal, sys\n"
+        "file = open(sys.argv[1], 'r+b')\n"
+        "fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])\n"
+        "print('leased', flush=True)\n"
+        "signal.sigwait([signal.SIGIO])\n"
+        "fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)\n"
+    )
+    command = [sys.executable, "-c", program, path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as holder:
+        if not holder.stdout.readline():
+            pytest.skip(f"the file system has no leases: {holder.stderr.read().decode()[-80:]}")
+        descriptor, status = open_regular(path)
+    with open(descriptor, "rb") as file:
+        assert os.get_blocking(descriptor) and status.st_size == 7
+        assert file.read() == b"content"
