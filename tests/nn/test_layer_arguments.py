@@ -1,8 +1,26 @@
 """Test that layers explain arguments in the order, or with the names, of other libraries."""
 
+import pickle
+from dataclasses import dataclass, field
+
 import pytest
 
 import mpidl as dl
+
+
+@dataclass
+class Pick(dl.Layer):
+    """A layer that declares `name` again, as well as arguments of its own."""
+
+    kind: str = "tanh"
+    name: str | None = None
+
+
+@dataclass
+class Bent(Pick):
+    name: str | None = field(default="bent")
+    angle: int = 0
+
 
 EXPLAINED = {
     "channels first, as in PyTorch": (
@@ -78,3 +96,24 @@ def test_a_layer_with_its_own_constructor_checks_its_own_arguments():
     assert shift.amounts == (1, 2) and shift.name == "shift"
     with pytest.raises(TypeError, match="names"):
         Shift(1, names="shift")
+
+
+def test_a_layer_that_declares_its_name_again_takes_it_by_keyword():
+    @dataclass(slots=True)
+    class Slotted(dl.Layer):
+        name: str | None
+        kind: str
+
+    for layer in (Pick("relu"), Bent("relu", 3), Slotted("relu")):
+        assert layer.kind == "relu"
+    assert (Pick("relu").name, Bent("relu").name, Bent(angle=3).angle) == (None, "bent", 3)
+    assert Slotted("relu", name="s").name == Pick(name="s").name == "s"
+    with pytest.raises(TypeError, match="takes from 1 to 2 positional arguments"):
+        Pick("relu", "s")
+    net = dl.Network([Pick("relu"), Bent("relu", 3)], (1, 4, 4))
+    assert net.layer_names == ["pick1", "bent"]
+    assert net.spec()[0] == {"type": "Pick", "name": "pick1", "kind": "relu"}
+    assert pickle.loads(pickle.dumps(Bent("relu", 3))) == Bent("relu", 3)
+    cloudpickle = pytest.importorskip("cloudpickle")
+    copied = pickle.loads(cloudpickle.dumps(Slotted))("relu")
+    assert (copied.kind, copied.name) == ("relu", None)

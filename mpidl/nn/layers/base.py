@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -116,6 +117,18 @@ class Layer(CountsChanges):
     trainable: bool = field(default=True, kw_only=True)
 
     advice = "the network infers the shape of the input"  # for the errors of `layer_class`
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Make `name` keyword-only in a subclass that declares it again, before the own fields.
+
+        Otherwise, the order of the fields would make `name` the first positional argument.
+        """
+        super().__init_subclass__(**options)
+        is_dataclass = "__dataclass_fields__" in vars(cls)  # a copy of a class, with slots
+        if "name" in inspect.get_annotations(cls) and not is_dataclass:
+            name: Any = cls.name if isinstance(cls.name, Field) else field(default=cls.name)
+            name.kw_only, name.metadata = True, STORED
+            cls.name = name
 
     def __post_init__(self) -> None:
         """Convert NumPy numbers to Python numbers, which model files can store."""
