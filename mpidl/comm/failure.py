@@ -268,6 +268,11 @@ class Signals:
             signal.signal(number, handler)
         self._previous_handlers = {}
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the handlers of this context are installed."""
+        return bool(self._previous_handlers)
+
     def is_requested(self) -> bool:
         """Call `look` if it is set, and return whether this rank has received a stop request."""
         if self.name is None and self.look is not None:

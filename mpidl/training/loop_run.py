@@ -87,9 +87,10 @@ def report_to(
             _listening(world, signals, writer),
         ):
             yield
-            reason = status_hook.status.stopped = stopped_by(signals, world)
-            if reason == stop_file.REASON:  # a request for this loop, not for later loops
-                signals.name, signals.agreed = None, False
+            status_hook.status.stopped = stopped_by(signals, world)
+            if signals.name == stop_file.REASON:  # a request for this loop, not for later loops
+                signals.name = None
+            signals.agreed = signals.agreed and world.gop("or", signals.name is not None)
             writer.write(writer.raise_record_error)
             writer.plot(end=True)
 
@@ -99,14 +100,12 @@ def _signals_of(world):
     """Yield the requests to stop, which stay valid for loops after this block.
 
     `stop_requested` enters their context, so that only loops that call it handle signals. The end
-    of the block restores the handlers, unless an earlier loop has set them.
+    of the block restores the handlers, unless they were set before the block.
     """
-    if world.signals is not None:
-        yield world.signals
-        return
-    world.signals = Signals()
+    world.signals = world.signals or Signals()
     with contextlib.ExitStack() as stack:
-        stack.push(world.signals)
+        if not world.signals.is_active:
+            stack.push(world.signals)
         yield world.signals
 
 

@@ -124,6 +124,44 @@ def test_a_signal_to_one_rank_ends_the_loop_on_all_ranks(job, folder, has_folder
             assert job.allgather(train(job)[0]) == [0] * job.size
 
 
+def test_each_block_restores_the_handlers_of_signals(job, folder):
+    numbers = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
+    before = [signal.getsignal(number) for number in numbers]
+    for _ in range(3):
+        with dl.report_to(folder, world=job):
+            assert not job.stop_requested()
+            assert signal.getsignal(signal.SIGTERM) != before[1]
+        assert [signal.getsignal(number) for number in numbers] == before
+    assert not job.stop_requested()  # from now on, the handlers belong to the loop
+    during = [signal.getsignal(number) for number in numbers]
+    with dl.report_to(folder, world=job):
+        assert not job.stop_requested()
+    assert [signal.getsignal(number) for number in numbers] == during
+
+
+def test_a_stop_file_does_not_hide_the_signal_of_another_rank(job, folder):
+    with dl.report_to(folder, world=job):
+        assert not job.stop_requested()  # handles signals from now on
+        if job.rank == 0:
+            stop_file.request(folder, stop_file.NOW)
+        if job.rank == job.size - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert job.stop_requested()
+    with dl.report_to(folder, world=job):
+        assert job.allgather(train(job)[0]) == [0] * job.size
+    assert read_status(job, folder).stopped == "SIGUSR1"
+
+
+def test_a_stop_file_that_comes_too_late_does_not_stop_the_next_loop(job, folder):
+    def request(iteration):
+        if iteration == 9 and job.rank == 0:
+            stop_file.request(folder, stop_file.EPOCH)
+
+    for _ in range(2):
+        with dl.report_to(folder, world=job):
+            assert train(job, request)[0] == 9
+
+
 def test_a_loop_that_does_not_ask_keeps_the_handlers_of_signals(job, folder):
     handler = signal.getsignal(signal.SIGTERM)
     with dl.report_to(folder, world=job):
