@@ -277,6 +277,8 @@ class Trainer:
                 self.validate(announce=not self.at_epoch_end)
             while not self.is_over:
                 self._run_epoch()
+            self.wait()
+            self.check_finite(run_state.progress(self)[0])  # no loss follows the last update
             self.hooks.finish(self)
         except NotFinite as error:
             if self.rollback is None:
@@ -454,8 +456,6 @@ class Trainer:
         stopped.
         """
         signals = self.signals
-        self.wait()
-        self.check_finite(run_state.progress(self)[0])  # the last update follows the last loss
         reason = stopped_by(signals, self.world)
         if reason is None and signals.name == OUTPUT_FUNCTION:
             signals.name = None  # the stop came after the last step, so the run did not end early

@@ -86,6 +86,27 @@ def test_the_run_continues_from_the_last_state_with_half_the_rate(
     assert iterations.learning_rate.tolist() == expected_rates
 
 
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_run_returns_from_a_last_update_that_is_not_finite(world, tmp_path, has_folder):
+    """No loss follows the last update, and this one is not at the end of an epoch."""
+
+    class Finish:
+        count = 0
+
+        def finish(self, trainer):
+            self.count += 1
+
+    out = world.broadcast(str(tmp_path / "run")) if has_folder else None
+    spoil, finish = Spoil(5), Finish()
+    weights, result = train(world, [spoil, finish], out=out, max_iterations=5)
+    expected, plain = train(world, max_iterations=5, learn_rate_schedule=halved_after(3))
+    assert (weights, result.iterations, result.rollbacks) == (expected, 5, 1)
+    assert result.history.iteration.loss.tolist() == plain.history.iteration.loss.tolist()
+    assert finish.count == 1 and spoil.iterations_left == []
+    with pytest.raises(Fault, match="dense1.weight is not finite after iteration 5"):
+        train(world, [Spoil(5)], on_nan="stop", max_iterations=5)
+
+
 @pytest.mark.slow_on_ranks
 def test_the_option_does_not_change_a_run_without_nan(world):
     assert train(world)[0] == train(world, on_nan="stop")[0]
