@@ -114,7 +114,10 @@ def load(
     is_fixed = name is not None and not normalize.needs_statistics(name, images)
     net = on_rank_0(world, lambda: _load(path, network, images, name if is_fixed else None))
     on_rank_0(world, lambda: last_layer(net))
-    if name is None:
+    if saved is not None:
+        name, arrays = resume[1]["normalization"], resume[0].get("normalization", {})
+        net.normalization = normalize.read(name, arrays, net.input_shape[0])
+    elif name is None:
         net.normalization.need_known()
     return Pretrained(net, file, False)
 
