@@ -106,7 +106,8 @@ class World(Messaging):
     lost_ranks : list of LostRank
         The lost ranks, in the order in which they were lost.
     listeners : list of functions
-        Functions that receive the values of each `report` on rank 0, to record or draw them.
+        Functions that receive the values of each `report` on rank 0, to record or draw them, and
+        return the names of the values that they record.
     signals : Signals or None
         Requests to stop, on which `stop_requested` lets the ranks agree; None until the first call
         of that method.
@@ -149,7 +150,7 @@ class World(Messaging):
         self.outlives_ranks = False
         self.first_ranks = list(range(self.size))
         self.lost_ranks: list[LostRank] = []
-        self.listeners: list[Callable[[dict[str, object]], object]] = []
+        self.listeners: list[Callable[[dict[str, object]], set[str]]] = []
         self.signals: failure.Signals | None = None
         # `devices.use_gpu` sets the next three attributes.
         self.device: CudaDevice | None = None
@@ -498,8 +499,8 @@ class World(Messaging):
         This method is not collective. Within `dl.report_to`, and in a notebook with
         ``dl.launch(..., plots="live")``, the values are also recorded and drawn. They are `loss`,
         `accuracy`, `learning_rate`, `images_per_second`, `validation_loss` and
-        `validation_accuracy`, at the position that `epoch` and `iteration` give. A report with
-        `iteration` is then recorded without being printed. Other values are only printed.
+        `validation_accuracy`, at the position that `epoch` and `iteration` give. Of a report
+        with `iteration`, only the values that are not recorded are then printed.
 
         Parameters
         ----------
@@ -514,9 +515,10 @@ class World(Messaging):
         """
         if self.rank:
             return
-        for listener in self.listeners:
-            listener(facts)
-        if not (self.listeners and "iteration" in facts):
+        recorded = {name for listener in self.listeners for name in listener(facts)}
+        if "iteration" in facts:
+            facts = {name: fact for name, fact in facts.items() if name not in recorded}
+        if not recorded or facts.keys() - {"epoch", "iteration"}:
             print(", ".join(_labelled(name, fact) for name, fact in facts.items()), flush=True)
 
     def stop_requested(self) -> bool:

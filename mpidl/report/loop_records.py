@@ -11,6 +11,7 @@ from mpidl.errors import UserError
 
 TRAINING = ("loss", "accuracy", "learning_rate", "images_per_second")
 VALIDATION = {"validation_loss": "loss", "validation_accuracy": "accuracy"}
+RECORDED = {*TRAINING, *VALIDATION}
 
 
 class LoopRecords:
@@ -35,8 +36,8 @@ class LoopRecords:
         self._skipped = 0  # iterations of earlier epochs, if the loop counts anew in each epoch
         self._has_iterations = False
 
-    def __call__(self, facts: Mapping[str, Any]) -> None:
-        """Record a report.
+    def __call__(self, facts: Mapping[str, Any]) -> set[str]:
+        """Record a report, and return the names of the values that are recorded.
 
         Raises
         ------
@@ -44,7 +45,7 @@ class LoopRecords:
             If a position is not a whole number, or if another value to record is not a number.
         """
         if "epoch" not in facts and "iteration" not in facts:
-            return
+            return set()
         training = {name: _number(facts, name) for name in TRAINING}
         is_training = any(name in facts for name in TRAINING)
         self._move(facts)
@@ -57,6 +58,7 @@ class LoopRecords:
         if any(name in facts for name in VALIDATION):
             values = {short: _number(facts, name) for name, short in VALIDATION.items()}
             self._record("validation", dict.fromkeys(TRAINING) | values)
+        return RECORDED & facts.keys()
 
     def _move(self, facts):
         """Set the epoch and the iteration of the next records."""

@@ -56,10 +56,10 @@ def test_iterations_increase_if_each_epoch_counts_anew(reports, first):
 
 def test_reports_without_a_position_or_a_number_are_not_recorded(reports):
     report, records = reports
-    report(accuracy=0.9)
-    report(epoch=1)
-    report(epoch=1, iteration=1, note="text")
+    assert report(accuracy=0.9) == report(epoch=1) == set()
+    assert report(epoch=1, iteration=1, note="text") == set()
     assert records == []
+    assert report(epoch=1, loss=1, validation_loss=2, f1=3) == {"loss", "validation_loss"}
 
 
 def test_values_of_a_wrong_type_are_one_line(reports):

@@ -88,6 +88,28 @@ def test_reports_are_the_records_of_a_run(job, folder, capsys):
     assert capsys.readouterr().out.count("Iteration: ") == (9 if job.rank == 0 else 0)
 
 
+def test_values_that_are_not_recorded_are_printed(job, folder, capsys):
+    with dl.report_to(folder, world=job):
+        capsys.readouterr()
+        job.report(epoch=1, iteration=10, f1=0.8)
+        job.report(epoch=1, iteration=11, loss=0.5, f1=0.9, note="fine")
+        job.report(epoch=1, iteration=12, validation_loss=0.25)
+        job.report(iteration=13)
+        job.report(epoch=1, loss=0.125, f1=0.7)
+        lines = capsys.readouterr().out.splitlines()
+    expected = [
+        "Epoch: 1, Iteration: 10, F1: 0.8000",
+        "Epoch: 1, Iteration: 11, F1: 0.9000, Note: fine",
+        "Iteration: 13",
+        "Epoch: 1, Loss: 0.1250, F1: 0.7000",
+    ]
+    assert lines == (expected if job.rank == 0 else [])
+    job.barrier()
+    history = dl.history(folder)
+    assert history.iteration.iteration.tolist() == [11]
+    assert history.validation.loss.tolist() == [0.25]
+
+
 @pytest.mark.parametrize(("moment", "last"), [(stop_file.NOW, 4), (stop_file.EPOCH, 6)])
 def test_the_stop_file_ends_the_loop_on_all_ranks(job, folder, moment, last):
     def request(iteration):

@@ -68,8 +68,8 @@ class LoopListener:
         self._records = LoopRecords(self._write)
         self._recorder: Recorder | None = None
 
-    def __call__(self, facts: Mapping[str, Any]) -> None:
-        self._records(facts)
+    def __call__(self, facts: Mapping[str, Any]) -> set[str]:
+        return self._records(facts)
 
     def _write(self, record):
         if self._recorder is None:
