@@ -2,7 +2,8 @@
 
     python docs/pictures_monitor.py
 
-The program needs mpirun, Bokeh, selenium, Chromium and its driver, and an otherwise idle machine.
+The program needs mpirun, Bokeh, selenium, Chromium and its driver, the photographs of
+docs/make_pictures.py, and an otherwise idle machine.
 The run takes place in a separate namespace, in which the host has the name NAME.
 """
 
@@ -18,20 +19,20 @@ PICTURE = ROOT / "docs" / "pictures" / "monitor.png"
 NAME = "node1"
 RENAME = ("unshare", "--map-root-user", "--uts", "sh", "-c", f'hostname {NAME}; exec "$@"', "sh")
 WIDTH, HEIGHT, COLOURS = 1280, 1240, 128
-ITERATION = 530  # the picture is taken after this iteration, in the middle of epoch 8
+ITERATION = 2500  # the picture is taken after this iteration, in the middle of epoch 6
 
 
 def monitor(path: Path = PICTURE) -> None:
-    """Train on the digits, and write a picture of the page while the run continues."""
+    """Train on photographs, and write a picture of the page while the run continues."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
     sys.path[:0] = [str(ROOT / "tests" / "launch")]
     import browser
     import launcher
+    from make_pictures import VALIDATION, WORKLOAD
 
     with tempfile.TemporaryDirectory() as folder:
-        words = ["-m", "mpidl.train", "--epochs", 20, "--verbose", "off", "--monitor"]
-        words += ["--validation-data", "test", "--validation-frequency", 0]
-        words += ["--out", Path(folder) / "digits"]
+        words = ["-m", "mpidl.train", *WORKLOAD, *VALIDATION, "--verbose", "off", "--monitor"]
+        words += ["--out", Path(folder) / "fashion"]
         command = [*RENAME, *launcher.command(2, *words)]
         streams = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
         job = launcher.Job(command, env=launcher.environment(), **streams)
