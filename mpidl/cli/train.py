@@ -116,7 +116,9 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
     if test_set is not None:
         _check_shape("--test-data", test_set, train_set)
     sets = registry.Sets(train_set, sets.validation, test_set)
-    train_set, settings = _with_validation(typed, run, settings, sets, world, preprocess)
+    train_set, settings = _with_validation(
+        typed, run, settings, sets, world, preprocess, saved=saved, lines=lines
+    )
     shape = input_pipeline.image_shape(settings, train_set.image_shape)
     Pipeline(train_set, input_pipeline.augmenter_of(settings))  # only to check the augmentation
     if typed.get("preview"):
@@ -285,13 +287,22 @@ def _preview(path, train_set, settings, world):
     return 0
 
 
-def _with_validation(typed, run, settings, sets, world, preprocess):
-    """Return the training images, and a copy of the options that contains the validation set."""
+def _with_validation(typed, run, settings, sets, world, preprocess, *, saved, lines):
+    """Return the training images, and a copy of the options that contains the validation set.
+
+    The validation images in --data serve unless --validation-fraction or --fold holds out others,
+    or the resumed run had no validation. `lines` then receives a note.
+    """
     source, train_set, images = run["validation_data"], sets.train, sets.validation
     if source is None:
-        if images is not None:
-            source = f"--data {run['data']} with validation images"
-            validation.refuse_second_validation(settings, source)
+        reason = validation.held_out_by(settings)
+        if saved is not None and saved.get("validation", {}).get("fingerprint") is None:
+            reason = reason or "the resumed run had no validation"
+        if images is not None and reason:
+            lines.append(
+                f"note: {reason}: the validation images in --data are not used: {images.describe()}"
+            )
+        elif images is not None:
             _check_shape("--data", images, train_set)
             return train_set, replace(settings, validation=images)
         held_out = validation.held_out(train_set, settings)

@@ -83,10 +83,16 @@ def refuse_second_validation(options, source: str) -> None:
     source : str
         Option that provides the first validation set, for the message.
     """
+    if option := held_out_by(options):
+        raise UserError(f"{source} and {option}: expected at most one of them")
+
+
+def held_out_by(options) -> str | None:
+    """Return the option that holds out training images, such as "--fold 1/3", or None."""
     for name in ("validation_fraction", "fold"):
         if value := getattr(options, name):
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{source} and {flag} {value}: expected at most one of them")
+            return f"--{name.replace('_', '-')} {value}"
+    return None
 
 
 def _with_held_out(options, images):

@@ -56,6 +56,16 @@ def test_a_folder_of_validation_images(tmp_path):
         assert f"Data: {folder}/train: 48 images of 1x12x12 in 3 classes" in lines
         assert f"Test: {folder}/test: 12 images of 1x12x12 in 3 classes" in lines
         assert jobs.summary(tmp_path / name)["validation_accuracy"] is not None
+    result = jobs.train(1, folder, tmp_path / "d", *SHORT, "--fold", "1/2")
+    unused = f"the validation images in --data are not used: {folder}/validation: 15 images"
+    assert [x for x in jobs.output_lines(result) if x.startswith(f"note: --fold 1/2: {unused}")]
+    assert f"Validation: {folder}/train: 24 " in result.stdout
+    (folder / "validation").rename(tmp_path / "validation")
+    jobs.train(1, folder, tmp_path / "e", *SHORT)
+    (tmp_path / "validation").rename(folder / "validation")
+    result = jobs.resume(1, tmp_path / "e", "--max-iterations", 3)
+    assert f"note: the resumed run had no validation: {unused}" in result.stdout
+    assert jobs.summary(tmp_path / "e")["validation_loss"] is None
     jobs.draw_images(folder / "more", per_class=2)
     line = jobs.refusal(jobs.train(2, folder, tmp_path / "c", *SHORT, check=2))
     assert f"{folder}: found images in more/ beside train/, validation/, test/" in line
