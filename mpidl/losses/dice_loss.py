@@ -21,6 +21,7 @@ from mpidl.losses.label_checks import (
     checked_weights,
 )
 from mpidl.nn import Network
+from mpidl.ops.dice import EPSILON
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,13 @@ class Dice(LabelLoss):
             object.__setattr__(
                 self, "class_weights", checked_weights("class_weights", self.class_weights)
             )
-        if self.smooth is not None and not 0 <= self.smooth < np.inf:
-            raise UserError(f"smooth must be at least 0, found {self.smooth}")
+        smooth = self.smooth
+        if smooth is None:
+            smooth = EPSILON if self.generalized else 1.0
+        if not 0 <= smooth < np.inf:
+            raise UserError(f"smooth must be at least 0, found {smooth}")
+        # A checkpoint stores the repr, in which the default is a number.
+        object.__setattr__(self, "smooth", smooth)
         if self.cross_entropy is not None:
             other = self.cross_entropy.ignore_label
             if other != self.ignore_label:

@@ -242,3 +242,13 @@ def test_refusals(world):
 def three(net, images, targets):
     loss = custom_mse(net, images, targets)
     return loss, loss, loss
+
+
+def test_the_description_of_a_dice_loss_names_the_default_of_smooth():
+    """Checkpoints store the description, so it must stay the same."""
+    assert repr(dl.Dice()) == (
+        "Dice(class_weights=None, smooth=1.0, ignore_label=None, generalized=False, "
+        "cross_entropy=None)"
+    )
+    assert dl.Dice() == dl.Dice(smooth=1.0)
+    assert dl.Dice(generalized=True) == dl.Dice(generalized=True, smooth=1e-8)
