@@ -206,8 +206,7 @@ class LiveHook:
     def end(self, trainer: Trainer) -> None:
         self.step(trainer)
         if (final := trainer.validation.final) is not None:
-            iteration = trainer.position.iteration
-            self._write("final_validation", final, iteration)
+            self._write("final_validation", final, trainer.returned_iteration)
         is_stopped = trainer.signals.agreed or trainer.signals.name is not None
         self.recorder.write("state", state="stopped" if is_stopped else "finished")
 

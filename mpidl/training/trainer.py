@@ -199,6 +199,11 @@ class Trainer:
         is_complete = is_complete or position.iteration >= self.max_iterations
         return is_complete or not self._continues()
 
+    @property
+    def returned_iteration(self) -> int:
+        """Iteration whose weights the run returns if it ends now."""
+        return self.validation.iteration if self.validation.best else self.position.iteration
+
     def learning_rate(self, iteration: int) -> float:
         """Return the learning rate of an iteration.
 
@@ -430,8 +435,7 @@ class Trainer:
             evaluation = validation.run_final(self.net, signals, progress)
         if evaluation is None:
             return
-        iteration = validation.iteration if validation.best else self.position.iteration
-        self._record_validation("final_validation", iteration, evaluation)
+        self._record_validation("final_validation", self.returned_iteration, evaluation)
         self.console.final_validation(evaluation, self.history.disagreement())
 
     def _record_validation(self, kind, iteration, evaluation):

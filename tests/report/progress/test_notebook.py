@@ -70,6 +70,18 @@ def test_the_display_of_a_training(recorded, displays, world):
     assert "script" not in html
 
 
+def test_the_returned_network_is_drawn_at_its_iteration(recorded, displays, world):
+    options = {"output_network": "best-validation", "validation_frequency": 1}
+    rate = {"learn_rate_schedule": lambda epoch, iteration: 0.01 if iteration < 3 else 10.0}
+    result = trained(world, **options, **rate)
+    notebook.LiveDisplay(str(recorded)).update()
+    ((run, _),) = displays
+    (point,) = run.curves["final_validation loss"]
+    final = result.history.final_validation
+    assert point == (final.iteration[0], final.loss[0])
+    assert point[0] == result.best_iteration < result.iterations
+
+
 def test_each_training_has_a_display(recorded, displays, world):
     display = notebook.LiveDisplay(str(recorded))
     for _ in range(2):
