@@ -129,9 +129,9 @@ def format_of_parts(
 
 
 def part_to_test(parts: Container[str], options: OpenOptions) -> str:
-    """Return the part that `open_test_data` opens, of the parts that exist."""
+    """Return the part that `open_test_data` opens. If none exists, opening "train" says so."""
     order = ("validation", "test") if options.option == "--validation-data" else ("test",)
-    return next(part for part in (*order, "validation", "train") if part in parts)
+    return next((part for part in (*order, "validation") if part in parts), "train")
 
 
 def agreed_format(

@@ -126,6 +126,11 @@ def test_npz_errors(tmp_path, arrays, expected):
     assert [str(e) for e in on_ranks(2, lambda world: open_data(str(path), world))] == [text] * 2
 
 
+def test_a_file_without_images_is_refused_as_a_test_set(tmp_path):
+    path = write(tmp_path / "x.npz", labels=np.arange(5))
+    assert refusal(open_test_data, str(path)).startswith(f"{path}: expected an array images")
+
+
 def test_damaged_npz(tmp_path):
     path = write(tmp_path / "x.npz", images=IMAGES, labels=np.arange(5))
     content = path.read_bytes()
