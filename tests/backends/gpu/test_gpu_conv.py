@@ -60,7 +60,7 @@ def errors_of(label, blocks=1):
     """Return the errors of y, dx, dweight and dbias against float64."""
     errors = []
     for name in (f"conv2d, {label}", f"conv2d_backward, {label}"):
-        _, exact = expected(name, blocks, LAST)
+        _, exact = expected(BY_NAME[name], blocks, LAST)
         errors += map(relative, results(BY_NAME[name], GPU, blocks), exact)
     return errors
 
