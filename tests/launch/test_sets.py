@@ -59,7 +59,8 @@ def test_a_folder_of_validation_images(tmp_path):
     result = jobs.train(1, folder, tmp_path / "d", *SHORT, "--fold", "1/2")
     unused = f"the validation images in --data are not used: {folder}/validation: 15 images"
     assert [x for x in jobs.output_lines(result) if x.startswith(f"note: --fold 1/2: {unused}")]
-    assert f"Validation: {folder}/train: 24 " in result.stdout
+    (line,) = (x for x in jobs.output_lines(result) if x.startswith("Validation: "))
+    assert f"{folder}/train" in line, line
     (folder / "validation").rename(tmp_path / "validation")
     jobs.train(1, folder, tmp_path / "e", *SHORT)
     (tmp_path / "validation").rename(folder / "validation")
