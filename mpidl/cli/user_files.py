@@ -62,6 +62,7 @@ def check_resumed(network: str | None, facts: Mapping[str, Any], folder: str | o
 
     The checkpoint may come from somebody else. The file must therefore be outside the folder of
     the run, and unchanged since the run used it. Users who trust another file repeat --network.
+    An archive that brings both a folder and the file outside it passes the check.
 
     Parameters
     ----------
@@ -77,14 +78,16 @@ def check_resumed(network: str | None, facts: Mapping[str, Any], folder: str | o
         return
     saved, now = facts.get("network_file"), network_file(network)
     name, inside = printable(path), os.path.join(os.path.realpath(folder), "")
-    expected = None if saved is None else f"with sha256 {printable(str(saved['sha256'])[:12])}"
+    digest = saved.get("sha256") if isinstance(saved, dict) else None
+    digest = digest if isinstance(digest, str) else None
+    expected = f"with sha256 {printable((digest or '')[:12])}"
     if os.path.realpath(path).startswith(inside):
         problem = f"expected a Python file outside the folder, found {name} in it"
-    elif saved is None:
+    elif digest is None:
         problem = f"expected a checkpoint with the sha256 of {name}, found none"
     elif now is None:
         problem = f"expected {name} {expected}, found no such file"
-    elif now["sha256"] != saved["sha256"]:
+    elif now["sha256"] != digest:
         problem = f"expected {name} {expected}, as in the run, found {now['sha256'][:12]}"
     else:
         return

@@ -70,7 +70,10 @@ def test_which_python_file_a_checkpoint_may_name(tmp_path):
         assert text.startswith(start) and text.endswith(end)
         return text.removeprefix(start).removesuffix(end)
 
-    assert problem(path, {}) == f"expected a checkpoint with the sha256 of {path}, found none"
+    for damaged in (None, [], "text", {}, {"sha256": 3}):
+        text = problem(path, {"network_file": damaged})
+        assert text == f"expected a checkpoint with the sha256 of {path}, found none"
+    assert problem(path, {}) == text
     other = tmp_path / "run-2" / "net.py"  # its path starts like the path of the folder
     other.parent.mkdir()
     other.write_bytes(path.read_bytes())
