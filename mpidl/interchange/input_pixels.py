@@ -95,7 +95,8 @@ def choice_of(choice: str | Normalization, channels: int) -> Normalization:
 def described(metadata: Mapping[str, str], name: str, shape: Sequence[int]) -> Normalization:
     """Return the normalization that mpidl stored as text. Raise ValueError if it is damaged."""
     result = normalize.read(name, stored_arrays(metadata), shape[0])
-    result.check(shape)
+    if result.is_known:
+        result.check(shape)
     return result
 
 
@@ -142,8 +143,8 @@ def of_file(
     UserError
         If the choice is invalid or does not fit the network.
     """
-    result, channels = stored, net.input_shape[0]
-    if stored is not None:
+    result, channels = None, net.input_shape[0]
+    if stored is not None and stored.is_known:
         result = stored if choice is None else choice_of(choice, channels)
         result.check(net.input_shape)
         return result

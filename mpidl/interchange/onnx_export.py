@@ -155,7 +155,8 @@ def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool
     normalize_images : bool
         Whether the graph begins with the normalization of the images. If True, the input is pixels,
         from 0 to 255 for 8-bit images. If False, the input is normalized pixels. The file stores
-        the normalization in both cases, and `load_onnx` returns it with the network.
+        the normalization in both cases, and `load_onnx` returns it with the network. If the
+        normalization is not known, it is not part of the graph.
 
     Raises
     ------
@@ -174,6 +175,8 @@ def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool
     if unknown:
         raise UserError(f"{printable(path)}: ONNX has no operator for {', '.join(unknown)}")
     net = net.on(None)
+    if net.normalization is not None and not net.normalization.is_known:
+        normalize_images = False
     arrays = _broadcastable(net, net.parameters) | net.state
     arrays |= _scaling(net) if normalize_images else {}
     if sum(array.nbytes for array in arrays.values()) >= 1 << 31:
@@ -275,7 +278,7 @@ def stored_normalization(model: Model, scaling: Scaling | None) -> Normalization
         return replace(scaling.after(pixels), name="zscore", reason=normalize.DESCRIBED)
     try:
         attributes = json.loads(model.description[KEY])
-        texts = {"normalization": json.dumps(attributes["scaling"])}
+        texts = {"normalization": json.dumps(attributes.get("scaling", {}))}
         return input_pixels.described(texts, attributes["normalization"], model.image_shape)
     except UNDESCRIBED:
         return None

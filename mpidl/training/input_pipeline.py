@@ -174,9 +174,10 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     if options.partial_minibatch == "discard":
         need_full_batch(datastore, options.batch_size, options.sampling)
     normalization = net.normalization
-    if normalization is not None:
-        normalization.need_known()
-    if normalization is not None and normalization.name != options.normalization:
+    is_known = normalization is not None and normalization.is_known
+    if normalization is not None and options.normalization == normalize.USUAL:
+        normalization.need_known()  # the default is not a choice of the caller
+    if is_known and normalization.name != options.normalization:
         raise UserError(
             f"--normalization {options.normalization}: expected {normalization.name}, with "
             "which the network was trained (in Python "
@@ -248,6 +249,8 @@ def prepare(
     """
     augmenter = augmenter_of(options)
     is_new = checkpoint_tables is None
+    if net.normalization is not None and not net.normalization.is_known:
+        net.normalization = None  # `check` has made sure that the caller chose one
     needs_filters = is_new and bool(whitening.layers_to_whiten(net))
     needs_statistics = is_new and net.normalization is None
     if needs_statistics:

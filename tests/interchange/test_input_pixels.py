@@ -1,5 +1,7 @@
 """Test the pixels that imported networks get: those of their training, or an error that asks."""
 
+import json
+
 import numpy as np
 import onnx
 import pytest
@@ -104,9 +106,6 @@ def test_every_use_of_the_network_asks(tmp_path):
         lambda: net.predict(images),
         lambda: dl.train(net, store, options),
         lambda: dl.transfer(net, ["a", "b"]),
-        lambda: dl.save_model(tmp_path / "a.h5", net),
-        lambda: dl.save_weights(net, tmp_path / "a.safetensors"),
-        lambda: dl.save_onnx(net, tmp_path / "a.onnx"),
     ):
         text = refusal(use)
         assert QUESTION in text and "dl.load_onnx(path, normalization=...)" in text
@@ -116,6 +115,42 @@ def test_every_use_of_the_network_asks(tmp_path):
     normalization = dl.data.Normalization("zscore", np.float32([1, 2, 3]), np.float32([4, 5, 6]))
     net = dl.load_onnx(tmp_path / "foreign.onnx", normalization=normalization)
     assert dl.transfer(net, ["a", "b"]).normalization is normalization
+
+
+def test_an_unknown_normalization_is_saved_as_unknown(tmp_path):
+    net, images = dl.load_onnx(hand_made_cnn(tmp_path)), pictures(20)[0]
+    for suffix in ("h5", "safetensors", "onnx"):
+        path = tmp_path / f"a.{suffix}"
+        network_files.save(net, path)
+        loaded = network_files.load(path)
+        assert dl.weights_sha256(loaded) == dl.weights_sha256(net)
+        assert QUESTION in refusal(dl.predict, loaded, images)
+        loaded = network_files.load(path, normalization="rescale-symmetric")
+        assert loaded.normalization.name == "rescale-symmetric"
+    loaded = dl.load_model(tmp_path / "a.h5")[0]
+    assert QUESTION in refusal(dl.predict, loaded, images)
+
+
+def test_training_options_choose_an_unknown_normalization(tmp_path):
+    net, (images, labels) = dl.load_onnx(hand_made_cnn(tmp_path)), pictures(20)
+    options = {"epochs": 1, "batch_size": 10, "verbose": "off", "normalization": "zerocenter"}
+    dl.train(net, dl.ArrayDatastore(images, labels), dl.TrainingOptions(**options))
+    mean = images.mean(axis=(0, 2, 3))
+    assert np.allclose(net.normalization.centre, mean)
+
+
+def test_an_older_graph_without_arrays_of_its_normalization(tmp_path):
+    """Such a file of mpidl has no key "scaling", which these normalizations do not need."""
+    for name in ("rescale-zero-one", "none"):
+        net, path = dl.load_onnx(hand_made_cnn(tmp_path), normalization=name), tmp_path / "a.onnx"
+        dl.save_onnx(net, path, normalize_images=False)
+        proto = onnx.load(path)
+        (entry,) = proto.metadata_props
+        entry.value = json.dumps(
+            {key: value for key, value in json.loads(entry.value).items() if key != "scaling"}
+        )
+        onnx.save(proto, path)
+        assert dl.load_onnx(path).normalization.name == name
 
 
 def affine(operator, value, output="p", read="x"):

@@ -163,6 +163,8 @@ class Normalization:
 class Unknown(Normalization):
     """The normalization of a network whose file does not describe it. Every use raises UserError.
 
+    Files store it by its name, without arrays.
+
     Attributes
     ----------
     reason : str
@@ -176,13 +178,10 @@ class Unknown(Normalization):
         """Raise the UserError that lists the choices."""
         raise UserError(
             f"{self.reason}; choose it with --normalization, in Python with "
-            f"dl.load_onnx(path, normalization=...) or dl.load_weights: {CHOICES}"
+            f"dl.load_onnx(path, normalization=...) or dl.load_weights: {CHOICES}; to train, "
+            "TrainingOptions(normalization=...) chooses it, or net.normalization = None "
+            f"for the default {USUAL}"
         )
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Raise UserError."""
-        self.need_known()
-        return {}
 
     def window(self, size: Sequence[int]) -> Normalization:
         """Raise UserError."""
@@ -216,6 +215,8 @@ def read(name: str, arrays: dict[str, np.ndarray], channels: int) -> Normalizati
     ValueError
         If the name is unknown, or the arrays are missing or invalid.
     """
+    if name == Unknown.name:
+        return Unknown(reason="the file does not say how to normalize the images")
     if name not in NAMES and not is_numbers(name):
         raise ValueError(f"unknown normalization {name!r}")
     if not arrays:

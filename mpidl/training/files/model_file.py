@@ -250,7 +250,8 @@ def network_of(
     )
     channels = net.input_shape[0]
     net.normalization = normalize.read(description["normalization"], normalization, channels)
-    net.normalization.check(net.input_shape)
+    if net.normalization.is_known:
+        net.normalization.check(net.input_shape)
     net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
     net.loss = losses.check_trained_loss(description.get("loss"))
     net.input_function = description.get("input_function")
