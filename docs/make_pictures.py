@@ -121,14 +121,16 @@ def bar():
     environment = os.environ | {"TERM": "xterm-256color", "PS1": "$ "}
     start = [*tmux, "-f", "/dev/null", "new-session", "-d", "-x", "120", "-y", "24", command]
     subprocess.run(start, cwd=work(), env=environment, check=True)
-    is_there, screen = None, ""
-    while not is_there:
+    done, screen = 0, ""  # iterations of the bar since the row of epoch 3
+    while done < 200:
         time.sleep(0.05)
         capture = [*tmux, "capture-pane", "-e", "-p"]
         screen = subprocess.run(capture, capture_output=True, text=True).stdout
         if not screen:
-            sys.exit(f"bar: {command}: ended without a row of epoch 3")
-        is_there = re.search(r"^ +3 +\d+ ", re.sub(r"\x1b\[[\d;]*m", "", screen), re.M)
+            sys.exit(f"bar: {command}: ended before the middle of epoch 4")
+        text = re.sub(r"\x1b\[[\d;]*m", "", screen)
+        row, now = re.search(r"^ +3 +(\d+) ", text, re.M), re.search(r" (\d+)/\d+ ", text)
+        done = int(now[1]) - int(row[1]) if row and now else 0
     subprocess.run([*tmux, "kill-server"], capture_output=True)
     terminal("bar", command, screen.replace(str(work()) + "/", ""))
 

@@ -70,6 +70,8 @@ class Batch:
         of a mini-batch (gradient accumulation), the number of images in the whole mini-batch.
     function
         Name of the queue's `function` that made the images, or None.
+    normalization
+        The queue's `normalization`, or None.
     """
 
     count: int
@@ -81,6 +83,7 @@ class Batch:
     device: Any = None
     total: int | None = None
     function: str | None = None
+    normalization: Any = None
 
     @property
     def blocks(self) -> int:
@@ -217,6 +220,7 @@ def share(
     plain: bool | None = None,
     device: Any = None,
     function: str | None = None,
+    normalization: Any = None,
 ) -> Batch:
     """Divide a mini-batch among the ranks of `world`, and return this rank's Batch.
 
@@ -242,6 +246,8 @@ def share(
         The object that stores the counts in GPU memory. By default, the counts are in host memory.
     function
         Name of the queue's `function` that makes the images, or None.
+    normalization
+        The queue's `normalization`, or None.
 
     Returns
     -------
@@ -253,7 +259,17 @@ def share(
     tree = _tree(leaves, world.size, None if load is None else tuple(load), world.rank, plain)
     first, last = (min(edge * LANES, count) for edge in tree.run)
     indices = np.arange(count) if indices is None else np.asarray(indices)
-    return Batch(count, tree, world, indices[first:last], epoch, seed, device, function=function)
+    return Batch(
+        count,
+        tree,
+        world,
+        indices[first:last],
+        epoch,
+        seed,
+        device,
+        function=function,
+        normalization=normalization,
+    )
 
 
 class Blocked:

@@ -31,6 +31,7 @@ class Bindable(Protocol):
         """The learnables to differentiate, by name."""
 
     input_function: str | None
+    normalization: Any
 
     def bind(self, learnables: Mapping[str, Any]) -> Any:
         """Return a copy of the network in training mode with these learnables."""
@@ -123,6 +124,8 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
         world = batch.world if batch else reduce
         if network and batch:
             model.input_function = batch.function
+            if batch.normalization is not None:
+                model.normalization = batch.normalization
         computed = {}
         with phases.span("backward"):
             reducer = reduce.reducer() if reduce is not None else None

@@ -67,7 +67,7 @@ class Network:
         The transforms of images in training: a `Normalization`, the size (P, Q) to which larger
         images are cropped, and a `Preprocess`. If `normalization` is None, uint8 pixels are divided
         by 255. `dl.train` and the commands set these attributes, model files store them, and
-        evaluation applies the transforms.
+        evaluation applies the transforms. A custom loop sets `normalization` if its queue has one.
     classes
         A tuple with the names of the K classes, for outputs of shape (K, ...). The tuple is empty
         for a regression network. `classes` is None if the names are unknown. `dl.train` and the

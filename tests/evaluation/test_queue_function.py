@@ -115,6 +115,20 @@ def test_an_evaluation_of_a_queue_normalizes_as_the_queue(world):
     np.testing.assert_allclose(dl.predict(net, queue, softmax=False), expected, rtol=1e-4)
 
 
+def test_a_custom_loop_records_the_normalization_of_its_queue(world, tmp_path):
+    """An evaluation of plain images, also of the saved network, sees the pixels of the training."""
+    store, net = images(), network()
+    trained(net, dl.MinibatchQueue(store, 32, world=world))
+    assert net.normalization is None
+    normalization = dl.data.normalization("0.5/0.25", store, world)
+    trained(net, dl.MinibatchQueue(store, 32, world=world, normalization=normalization))
+    expected = scores(net, (store.images / 255 - 0.5) / 0.25)
+    np.testing.assert_allclose(dl.predict(net, store, softmax=False), expected, rtol=1e-4)
+    dl.save_model(tmp_path / f"{world.rank}.h5", net)
+    loaded = dl.load_model(tmp_path / f"{world.rank}.h5")[0]
+    np.testing.assert_allclose(dl.predict(loaded, store, softmax=False), expected, rtol=1e-4)
+
+
 def test_a_training_without_a_function_clears_the_note(world, tmp_path):
     store, net = images(), network()
     trained(net, dl.MinibatchQueue(store, 32, world=world, function=darkened))
