@@ -129,7 +129,7 @@ def bar():
         if not screen:
             sys.exit(f"bar: {command}: ended before the middle of epoch 4")
         text = re.sub(r"\x1b\[[\d;]*m", "", screen)
-        row, now = re.search(r"^ +3 +(\d+) ", text, re.M), re.search(r" (\d+)/\d+ ", text)
+        row, now = re.search(r"^ +3 +(\d+) ", text, re.M), re.search(r" (\d+)/\d+ +loss", text)
         done = int(now[1]) - int(row[1]) if row and now else 0
     subprocess.run([*tmux, "kill-server"], capture_output=True)
     terminal("bar", command, screen.replace(str(work()) + "/", ""))

@@ -71,7 +71,7 @@ class Batch:
     function
         Name of the queue's `function` that made the images, or None.
     normalization
-        The queue's `normalization`, or None.
+        The Normalization with which a queue makes the images, or None without a queue.
     """
 
     count: int
@@ -247,7 +247,7 @@ def share(
     function
         Name of the queue's `function` that makes the images, or None.
     normalization
-        The queue's `normalization`, or None.
+        The Normalization with which a queue makes the images, or None without a queue.
 
     Returns
     -------

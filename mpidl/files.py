@@ -12,7 +12,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -65,7 +65,7 @@ def sha256_of_file(path: str | os.PathLike) -> str:
     """Return the SHA-256 of a file. Raise UserError if the file cannot be read."""
     total = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
+        with open_for_reading(path) as file:
             while chunk := file.read(1 << 20):
                 total.update(chunk)
     except OSError as error:
@@ -99,6 +99,11 @@ def open_regular(path: str | os.PathLike) -> tuple[int, os.stat_result]:
         os.close(descriptor)
         raise
     return descriptor, status
+
+
+def open_for_reading(path: str | os.PathLike) -> BinaryIO:
+    """Open a regular file as `open(path, "rb")` does; see `open_regular`."""
+    return os.fdopen(open_regular(path)[0], "rb")
 
 
 class RawFile:

@@ -282,10 +282,12 @@ ARGUMENTS = {
     "droplast": "partial_minibatch",
     "outputsize": "size",
     "preprocessingenvironment": "workers",
+    "momentum": "gradient_decay_factor",
     "readfcn": "preprocess",
     "readsize": "batch_size",
 }
-# {argument in MATLAB without an equivalent in mpidl: explanation}
+# {argument in another library without an equivalent in mpidl: explanation}. If an explanation
+# begins with an argument, such as "decay= is", it is for functions that have this argument.
 REMARKS = {
     "includesubfolders": "sub-folders are always included",
     "labelsource": "the label of an image is always the name of its sub-folder",
@@ -382,6 +384,10 @@ def explain_arguments(
 
 def _hint(name, parameters):
     plain = name.replace("_", "").lower()
-    if plain in REMARKS and ARGUMENTS.get(plain) not in parameters:
-        return f": {REMARKS[plain]}"
+    similar = {ARGUMENTS.get(plain), *(p for p in parameters if p.replace("_", "") == plain)}
+    remark = REMARKS.get(plain, "")
+    subject, equals, _ = remark.partition("= ")
+    is_for_others = equals and subject.isidentifier() and subject not in parameters
+    if remark and not is_for_others and similar.isdisjoint(parameters):
+        return f": {remark}"
     return did_you_mean(name, parameters, ARGUMENTS)

@@ -81,7 +81,9 @@ def test_broken_links_are_found(tmp_path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path, monkeypatch):
     if PHOTOGRAPHS in path.read_text() and not Path(PHOTOGRAPHS).is_dir():
-        pytest.skip(f"the notebook needs the Debian package dataset-fashion-mnist: no {PHOTOGRAPHS}")
+        pytest.skip(
+            f"the notebook needs the Debian package dataset-fashion-mnist: no {PHOTOGRAPHS}"
+        )
     monkeypatch.setenv("WHITE_PAPER_EPOCHS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = load("run_notebooks").execute(path)

@@ -88,6 +88,9 @@ def main(argv=None, find_gpus=visible, stage_command=None):
         raise UserError(f"gpu-check requires a GPU that mpidl can use: {gpus.reason}")
     os.makedirs(options.out, exist_ok=True)
     calls = [call for call in CALLS if getattr(options, call)] or list(CALLS)
+    calls = [call for call in calls if {stage.name for stage in CALLS[call]} & {*options.stages}]
+    if not calls:
+        raise UserError(f"--stages {','.join(options.stages)}: not a stage of this call")
     codes = [_call(call, options, gpus.gpus[0].name, stage_command or _command) for call in calls]
     return max(codes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from mpidl import phases
 from mpidl.autodiff.tape import Var, backward, batch_of, value_of, zeros_like
+from mpidl.blocks import Blocked
 from mpidl.fold import Partial, replicated
 
 
@@ -30,6 +32,7 @@ class Bindable(Protocol):
     def trainable(self) -> Mapping[str, np.ndarray]:
         """The learnables to differentiate, by name."""
 
+    input_shape: tuple[int, ...]
     input_function: str | None
     normalization: Any
 
@@ -122,10 +125,8 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
             )
         batch = batch_of(*args)
         world = batch.world if batch else reduce
-        if network and batch:
-            model.input_function = batch.function
-            if batch.normalization is not None:
-                model.normalization = batch.normalization
+        if network:
+            _note_images(model, args)
         computed = {}
         with phases.span("backward"):
             reducer = reduce.reducer() if reduce is not None else None
@@ -160,6 +161,33 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
 
 def _as_partial(value):
     return value if isinstance(value, Partial) else replicated(value)
+
+
+def _note_images(model, args):
+    """Set the function and the normalization of the queue whose images train the network.
+
+    A queue without a normalization divides pixels by 255. If the network expects something else,
+    rank 0 warns once.
+    """
+    values = (value_of(argument) for argument in args)
+    fits = (v for v in values if isinstance(v, Blocked) and v.image_shape == model.input_shape)
+    if (images := next(fits, None)) is None:
+        return
+    batch = images.batch
+    model.input_function = batch.function
+    if batch.normalization is None:
+        return
+    if batch.normalization.centre is not None:
+        model.normalization = batch.normalization
+    elif model.normalization is not None and batch.function is None:
+        model.normalization.need_known()
+        if model.normalization.centre is not None and batch.world.rank == 0:
+            warnings.warn(
+                f"the network expects the normalization {model.normalization.describe()}, but the "
+                "MinibatchQueue divides pixels by 255: pass **net.input_transform() to the queue, "
+                "or set net.normalization = None",
+                stacklevel=1,  # one place, so that Python shows the warning once
+            )
 
 
 def is_one_number(value: Any) -> bool:

@@ -349,7 +349,7 @@ def _classes(parsed, world, net, images, classes, loss, reason):
         content = text.getvalue().encode()
         on_rank_0(world, lambda: model_file.write_whole(parsed.out, content))
     if parsed.confusion:
-        matrix = Confusion(table, tuple(names))
+        matrix = Confusion(table, tuple(names), is_complete=not undefined)
         on_rank_0(world, lambda: matrix.save(parsed.confusion))
     evaluation = None
     if parsed.metrics:
@@ -363,10 +363,12 @@ def _classes(parsed, world, net, images, classes, loss, reason):
                 file=sys.stderr,
             )
         if images.labels is not None and n:
-            images_with_scores = math.nan if undefined else n
-            print(f"Accuracy: {table.trace() / images_with_scores:.4f} ({n} images)")
+            accuracy, top_k = table.trace() / n, in_top_k / n
+            if undefined:  # the accuracy of the other images would hide the fault
+                accuracy = top_k = math.nan
+            print(f"Accuracy: {accuracy:.4f} ({n} images)")
             if parsed.top_k:
-                print(f"Top-{parsed.top_k} accuracy: {in_top_k / images_with_scores:.4f}")
+                print(f"Top-{parsed.top_k} accuracy: {top_k:.4f}")
             if evaluation is not None:
                 print(evaluation.metrics)
         else:

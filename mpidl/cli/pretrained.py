@@ -115,8 +115,13 @@ def load(
     net = on_rank_0(world, lambda: _load(path, network, images, name if is_fixed else None))
     on_rank_0(world, lambda: last_layer(net))
     if saved is not None:
-        name, arrays = resume[1]["normalization"], resume[0].get("normalization", {})
-        net.normalization = normalize.read(name, arrays, net.input_shape[0])
+        try:
+            name, arrays = resume[1]["normalization"], resume[0].get("normalization", {})
+            net.normalization = normalize.read(name, arrays, net.input_shape[0])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"--resume: expected a checkpoint with the normalization of the images: {error}"
+            ) from None
     elif name is None:
         net.normalization.need_known()
     return Pretrained(net, file, False)

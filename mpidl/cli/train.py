@@ -88,9 +88,12 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
 
     preprocess = start.preprocess(run)
     with console.stage("reading the data"):
-        has_validation = run["validation_data"] is None
         sets = registry.open_sets(
-            run["data"], world, preprocess=preprocess, validation=has_validation
+            run["data"],
+            world,
+            preprocess=preprocess,
+            validation=run["validation_data"] is None,
+            labelled_validation=_unused_validation(settings, saved) is None,
         )
     source = pretrained.load(resolved, resume, sets.train, world)
     if source is not None and not preprocess:
@@ -287,6 +290,14 @@ def _preview(path, train_set, settings, world):
     return 0
 
 
+def _unused_validation(settings, saved):
+    """Return why validation images in --data are not used, or None if they are."""
+    reason = validation.held_out_by(settings)
+    if saved is not None and saved.get("validation", {}).get("fingerprint") is None:
+        reason = reason or "the resumed run had no validation"
+    return reason
+
+
 def _with_validation(typed, run, settings, sets, world, preprocess, *, saved, lines):
     """Return the training images, and a copy of the options that contains the validation set.
 
@@ -295,9 +306,7 @@ def _with_validation(typed, run, settings, sets, world, preprocess, *, saved, li
     """
     source, train_set, images = run["validation_data"], sets.train, sets.validation
     if source is None:
-        reason = validation.held_out_by(settings)
-        if saved is not None and saved.get("validation", {}).get("fingerprint") is None:
-            reason = reason or "the resumed run had no validation"
+        reason = _unused_validation(settings, saved)
         if images is not None and reason:
             lines.append(
                 f"note: {reason}: the validation images in --data are not used: {images.describe()}"

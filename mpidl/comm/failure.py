@@ -228,6 +228,9 @@ def _meet(transport, failed=False, seconds=math.inf, progress=None):
     return int(lowest[0]) if transport.has_left else None
 
 
+NOTED = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+
 class Signals:
     """Context manager in which SIGUSR1, SIGTERM and SIGINT request a stop.
 
@@ -256,8 +259,8 @@ class Signals:
 
     def __enter__(self) -> Signals:
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and not self._previous_handlers:
-            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        if is_main and not self.is_active:
+            for number in NOTED:
                 self._previous_handlers[number] = signal.signal(number, self._note)
             if self._previous_handlers[signal.SIGTERM] is startup.note:
                 self.name = self.name or startup.early_signal
@@ -265,13 +268,19 @@ class Signals:
 
     def __exit__(self, *_) -> None:
         for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+            inner = None
+            for context in _contexts(number):
+                if context is self and inner is None:
+                    signal.signal(number, handler)
+                elif context is self:  # `inner` was entered later and is still active
+                    inner._previous_handlers[number] = handler
+                inner = context
         self._previous_handlers = {}
 
     @property
     def is_active(self) -> bool:
-        """Whether the handlers of this context are installed."""
-        return bool(self._previous_handlers)
+        """Whether signals reach this context."""
+        return any(context is self for context in _contexts(signal.SIGTERM))
 
     def is_requested(self) -> bool:
         """Call `look` if it is set, and return whether this rank has received a stop request."""
@@ -285,7 +294,13 @@ class Signals:
         """Record a signal; raise KeyboardInterrupt at a second SIGINT."""
         if number == signal.SIGINT and self.name == "SIGINT":
             raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
-        outer = getattr(self._previous_handlers.get(number), "__self__", None)
-        if isinstance(outer, Signals):
-            outer.name = self.name
+        for context in _contexts(number):
+            context.name = signal.Signals(number).name
+
+
+def _contexts(number):
+    """Yield the active contexts of `Signals`, from the innermost to the outermost."""
+    handler = signal.getsignal(number)
+    while isinstance(context := getattr(handler, "__self__", None), Signals):
+        yield context
+        handler = context._previous_handlers.get(number)

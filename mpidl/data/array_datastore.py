@@ -166,8 +166,11 @@ def check_channels_first(shape: Sequence[int], source: str) -> None:
 
 def label_names(labels: object) -> list[str] | None:
     """Return labels that are class names as strings, or None for any other labels."""
-    values = np.asarray(labels)
-    if values.dtype.kind not in "OSU" or values.shape not in ((len(values),), (len(values), 1)):
+    try:
+        values = np.asarray(labels)
+    except ValueError:  # lists of different lengths
+        return None
+    if values.dtype.kind not in "OSU" or values.ndim == 0 or values.size != len(values):
         return None
     names = values.reshape(-1).tolist()
     if not names or not all(isinstance(name, str | bytes) for name in names):

@@ -175,7 +175,6 @@ class MinibatchQueue:
         self.shuffle, self.prefetch, self.workers = shuffle, int(prefetch), int(workers)
         arguments = augmenter, normalization, crop, function, classes, ignore_label, mixing
         self.pipeline = Pipeline(datastore, *arguments)
-        self.normalization = normalization  # as given, for the network that the queue trains
         self._gatherer = Gatherer(self.pipeline)
         self.plain: bool = getattr(self.world, "plain", False) if plain is None else plain
         self.load, self.sampling, self.bad_images = load, sampling, bad_images
@@ -318,7 +317,7 @@ class MinibatchQueue:
     def _job(self, indices, epoch, is_ahead):
         """Return a Job that prepares one mini-batch; each task reads some consecutive blocks."""
         keys = {"epoch": epoch, "seed": self.seed, "load": self.load, "plain": self.plain}
-        keys |= {"function": self.function_name, "normalization": self.normalization}
+        keys |= {"function": self.function_name, "normalization": self.pipeline.normalization}
         if self.parts > 1:
             blocks = part_blocks(self.batch_size, self.parts)
             batch: Any = share_parts(len(indices), blocks, self.world, indices, **keys)

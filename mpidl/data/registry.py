@@ -73,10 +73,12 @@ def open_sets(
     preprocess: Preprocess = AS_IT_IS,
     *,
     validation: bool = True,
+    labelled_validation: bool = True,
 ) -> Sets:
     """Open all sets that the data contain; see `open_data`. Collective.
 
-    If `validation` is False, the validation set is not opened.
+    If `validation` is False, the validation set is not opened. If `labelled_validation` is False,
+    its labels need not be those of the training set.
     """
     options = OpenOptions(option, preprocess=preprocess)
     check_url(text, option)
@@ -85,6 +87,7 @@ def open_sets(
         train, test = opened.open_data(text, world, options)
         options, held_out = options._replace(classes=train.classes), None
         if validation:
+            options = options._replace(labelled=labelled_validation)
             held_out = opened.open_validation_data(text, world, options)
     sets = (store and _converted(store, preprocess) for store in (train, held_out, test))
     return Sets(*sets)
@@ -100,7 +103,8 @@ def open_test_data(
 ) -> Datastore:
     """Open one set for testing or prediction. Collective.
 
-    If the data have a test part, only the test part is opened.
+    If the data have a test part or a validation part, only one of them is opened: for
+    "--validation-data" rather the validation part, and otherwise rather the test part.
 
     Parameters
     ----------

@@ -33,44 +33,53 @@ class Confusion:
         class j. Predictions with NaN scores are left out.
     classes : tuple of str
         Names of the K classes.
+    is_complete : bool
+        Whether no prediction is left out. If not, all fractions are NaN.
     """
 
     counts: np.ndarray
     classes: tuple[str, ...]
+    is_complete: bool = True
 
     @property
     def accuracy(self) -> float:
         """Fraction of the labels that were predicted correctly; NaN if there are no labels."""
-        labels = self.counts.sum()
-        return float(self.counts.trace() / labels) if labels else float("nan")
+        return float(self._fractions(self.counts.trace(), self.counts.sum()))
 
     @property
     def recall(self) -> np.ndarray:
         """Fraction of each class that was predicted correctly, (K,); NaN if the class is absent."""
-        return _fractions(self.counts, self.counts.sum(axis=1))
+        return self._fractions(self.counts.diagonal(), self.counts.sum(axis=1))
 
     @property
     def precision(self) -> np.ndarray:
         """Fraction of each class's predictions that are correct, (K,); NaN if there are none."""
-        return _fractions(self.counts, self.counts.sum(axis=0))
+        return self._fractions(self.counts.diagonal(), self.counts.sum(axis=0))
 
     @property
     def f1(self) -> np.ndarray:
         """Harmonic mean of precision and recall, (K,); NaN if a class never occurs."""
         counts = self.counts
-        return _fractions(2 * counts, counts.sum(axis=0) + counts.sum(axis=1))
+        return self._fractions(2 * counts.diagonal(), counts.sum(axis=0) + counts.sum(axis=1))
 
     @property
     def iou(self) -> np.ndarray:
         """Intersection over union of labels and predictions, (K,); NaN if a class never occurs."""
-        counts = self.counts
-        return _fractions(counts, counts.sum(axis=0) + counts.sum(axis=1) - counts.diagonal())
+        counts, correct = self.counts, self.counts.diagonal()
+        return self._fractions(correct, counts.sum(axis=0) + counts.sum(axis=1) - correct)
 
     @property
     def balanced_accuracy(self) -> float:
         """Mean recall of the classes that have labels; NaN if there are none."""
         recall = self.recall[self.counts.sum(axis=1) > 0]
         return float(recall.mean()) if len(recall) else float("nan")
+
+    def _fractions(self, parts, totals):
+        """Return parts / totals; NaN where a total is 0, and everywhere if the table lacks some."""
+        fractions = np.full(np.shape(totals), np.nan)
+        if self.is_complete:
+            np.divide(parts, totals, out=fractions, where=np.asarray(totals > 0))
+        return fractions
 
     def rows(self) -> list[list[str | int]]:
         """Return the table as rows of cells.
@@ -248,12 +257,6 @@ def tally(counts: np.ndarray, labels: np.ndarray, predicted: np.ndarray) -> None
     labels, predicted = labels.ravel(), predicted.ravel()
     is_defined = predicted >= 0
     np.add.at(counts, (labels[is_defined], predicted[is_defined]), 1)
-
-
-def _fractions(counts, totals):
-    fractions = np.full(len(counts), np.nan)
-    np.divide(counts.diagonal(), totals, out=fractions, where=totals > 0)
-    return fractions
 
 
 def _format(fraction):

@@ -171,9 +171,10 @@ def in_order(
     Rank 0 warns if the images do not pass through the function with which the network was trained.
     """
     transform = net.input_transform()
+    has_function = isinstance(datastore, QueueImages) and datastore.queue.function_name is not None
     if isinstance(datastore, QueueImages):
         transform, datastore = datastore.options(transform), datastore.parent
-    elif net.input_function is not None and world.rank == 0:
+    if net.input_function is not None and not has_function and world.rank == 0:
         name = net.input_function
         warnings.warn(
             f"the network was trained with function={name} of a MinibatchQueue, which is not "
@@ -317,7 +318,11 @@ def evaluate(
         totals.loss,
         n,
         top_k_accuracy,
-        Confusion(world.gop("sum", table), class_names(net.classes or datastore.classes, classes))
+        Confusion(
+            world.gop("sum", table),
+            class_names(net.classes or datastore.classes, classes),
+            is_complete=is_defined,
+        )
         if confusion
         else None,
         None if counts is None else counts.metrics(world, is_defined),

@@ -18,6 +18,7 @@ from mpidl.backends import fast_convolutions
 from mpidl.blocks import Blocked
 from mpidl.comm import World
 from mpidl.data import ArrayDatastore, MinibatchQueue
+from mpidl.data.array_datastore import Arrays
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import UserError
@@ -33,7 +34,7 @@ from mpidl.nn.layers import Sigmoid, Softmax
 @overload
 def predict(
     net: Network,
-    images: Datastore | MinibatchQueue | np.ndarray,
+    images: Datastore | MinibatchQueue | Arrays | np.ndarray,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -44,7 +45,7 @@ def predict(
 @overload
 def predict(
     net: Network,
-    images: Datastore | MinibatchQueue | np.ndarray,
+    images: Datastore | MinibatchQueue | Arrays | np.ndarray,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -55,7 +56,7 @@ def predict(
 @explain_arguments
 def predict(
     net: Network,
-    images: Datastore | MinibatchQueue | np.ndarray,
+    images: Datastore | MinibatchQueue | Arrays | np.ndarray,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -69,7 +70,7 @@ def predict(
     ----------
     net : Network
         The network.
-    images : Datastore, MinibatchQueue or ndarray of shape (n, C, H, W)
+    images : Datastore, MinibatchQueue, (images, labels) or ndarray of shape (n, C, H, W)
         The images. For a queue, see `evaluate`. An array must be the same on every rank. If the
         network has no normalization, uint8 pixels are divided by 255, and floats are used
         unchanged.
@@ -99,7 +100,7 @@ def predict(
     UserError
         If the network expects images of another shape.
     """
-    images = as_datastore(net, images)
+    images = images_for(net, images)
     if softmax is None:
         softmax = len(net.output_shape) == 1 and images.targets_shape is None
         softmax = softmax and not losses.has_separate_labels(net) and net.classes != ()
@@ -113,7 +114,7 @@ def predict(
 @overload
 def classify(
     net: Network,
-    images: Datastore | MinibatchQueue | np.ndarray,
+    images: Datastore | MinibatchQueue | Arrays | np.ndarray,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -124,7 +125,7 @@ def classify(
 @overload
 def classify(
     net: Network,
-    images: Datastore | MinibatchQueue | np.ndarray,
+    images: Datastore | MinibatchQueue | Arrays | np.ndarray,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -135,7 +136,7 @@ def classify(
 @explain_arguments
 def classify(
     net: Network,
-    images: Datastore | MinibatchQueue | np.ndarray,
+    images: Datastore | MinibatchQueue | Arrays | np.ndarray,
     *,
     world: World | None = None,
     batch_size: int = BATCH,
@@ -188,7 +189,7 @@ def classify(
             "classify: names=True: expected a network with class names, found none (its `classes` "
             'are None): set net.classes = ("cat", "dog", ...)'
         )
-    images, shape = as_datastore(net, images), net.output_shape[1:]
+    images, shape = images_for(net, images), net.output_shape[1:]
     arguments = net, images, labels, shape, np.int64, world, batch_size, everywhere, test_flips
     indices = _collect(*arguments)
     if not names or indices is None:
@@ -199,7 +200,7 @@ def classify(
 @overload
 def activations(
     net: Network,
-    images: Datastore | MinibatchQueue | np.ndarray,
+    images: Datastore | MinibatchQueue | Arrays | np.ndarray,
     layer: str,
     *,
     world: World | None = None,
@@ -209,7 +210,7 @@ def activations(
 @overload
 def activations(
     net: Network,
-    images: Datastore | MinibatchQueue | np.ndarray,
+    images: Datastore | MinibatchQueue | Arrays | np.ndarray,
     layer: str,
     *,
     world: World | None = None,
@@ -219,7 +220,7 @@ def activations(
 @explain_arguments
 def activations(
     net: Network,
-    images: Datastore | MinibatchQueue | np.ndarray,
+    images: Datastore | MinibatchQueue | Arrays | np.ndarray,
     layer: str,
     *,
     world: World | None = None,
@@ -249,7 +250,7 @@ def activations(
     UserError
         If the network expects images of another shape.
     """
-    part, images = net.up_to(layer), as_datastore(net, images)
+    part, images = net.up_to(layer), images_for(net, images)
     shape = part.output_shape
     return _collect(part, images, outputs, shape, np.float32, world, batch_size, everywhere)
 
@@ -343,10 +344,10 @@ def by_batch(
         yield np.concatenate(indices), joined
 
 
-def as_datastore(net: Network, images: Datastore | MinibatchQueue | np.ndarray) -> Datastore:
+def images_for(net: Network, images: Datastore | MinibatchQueue | Arrays | np.ndarray) -> Datastore:
     """Convert images to a datastore; raise UserError if the network expects another image shape."""
     losses.need_network(net)
-    if isinstance(images, Datastore | MinibatchQueue):
+    if isinstance(images, Datastore | MinibatchQueue | tuple):
         images = evaluated_images(images)
     else:
         images = np.asarray(images)

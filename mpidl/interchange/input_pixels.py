@@ -29,7 +29,8 @@ Choice: TypeAlias = "str | Normalization | None"
 IMAGENET_CLASSES = 1000
 # What the pixels of a graph that normalizes them itself may be.
 RANGES = ("none", "rescale-zero-one", "rescale-symmetric")
-# {pattern of the name of a model in keras.applications: the normalization of its images}
+# {pattern of the name of a model in keras.applications: the normalization of its images}. Only
+# TensorFlow calls an operation Conv2D: a module of PyTorch may have the same name as a model.
 KERAS = {
     r"vgg(16|19)|resnet(50|101|152)": "caffe",
     r"densenet(121|169|201)": "imagenet",
@@ -56,7 +57,11 @@ class Scaling(NamedTuple):
         return 1 if scales and (divisor <= 1).all() else None
 
     def after(self, first: Normalization) -> Normalization:
-        """Return the normalization that computes `first` and then this map, named as `first`."""
+        """Return the normalization that computes `first` and then this map.
+
+        It has the name of `first`. If `first` divides 8-bit pixels by 255, the result is
+        MEAN/STD, which refuses other images, unless that name cannot express its numbers.
+        """
         shape = np.broadcast_shapes(self.centre.shape, self.divisor.shape)
         channels = shape[0]
         if first.centre is None or first.divisor is None:  # 8-bit pixels divided by 255
@@ -68,7 +73,12 @@ class Scaling(NamedTuple):
         centre, divisor = (np.array(array, np.float32) for array in arrays)
         if centre.shape[1:] == (1, 1):
             centre, divisor = centre.ravel(), divisor.ravel()
-        return replace(first, centre=centre, divisor=divisor)
+        name = first.name
+        if first.centre is None:
+            rows = (self.centre.ravel(), self.divisor.ravel())
+            numbers = "/".join(",".join(f"{number:.6g}" for number in row) for row in rows)
+            name = numbers if centre.ndim == 1 and normalize.is_numbers(numbers) else "zscore"
+        return replace(first, name=name, centre=centre, divisor=divisor)
 
 
 def scaling_of(pair: tuple[np.ndarray, np.ndarray] | None, channels: int) -> Scaling | None:
@@ -175,21 +185,24 @@ def _in_graph(scaling, channels):
     largest = scaling.largest_pixel()
     if largest is None:
         return None
-    pixels = Normalization() if largest == 1 else normalize.no_normalization(channels)
     reason = f"with which the graph begins, for pixels from 0 to {largest}"
+    if largest == 1:
+        return replace(scaling.after(Normalization()), reason=reason)
+    pixels = normalize.no_normalization(channels)
     return replace(scaling.after(pixels), name="zscore", reason=reason)
 
 
 def _published(net, arrays, nodes):
     """Return the published normalization of ImageNet's networks, or None for other files.
 
-    The file must have the names of the library, the shapes of its network, and 1000 classes.
+    The file must have 1000 classes and the names of the library, and for torchvision and timm the
+    shapes of one of their networks.
     """
     if net.output_shape != (IMAGENET_CLASSES,):
         return None
     text = "\n".join((*nodes, *arrays))
     for pattern, name in KERAS.items():
-        match = re.search(rf"(?:^|/)({pattern})/", text, re.MULTILINE)
+        match = re.search(rf"(?:^|/)({pattern})/(?:[^/\n]+/)*(?:Conv2D|convolution)", text, re.M)
         if match is not None:
             reason = f"as in Keras' {match[1]} for {IMAGENET_CLASSES} classes, which the nodes name"
             return replace(normalize.fixed(name, 3), reason=reason)

@@ -13,7 +13,7 @@ import numpy as np
 from mpidl.blocks import OneRank, from_images, share
 from mpidl.data.formats.hdf5 import SIGNATURE
 from mpidl.errors import UserError
-from mpidl.files import unreadable
+from mpidl.files import open_for_reading, unreadable
 from mpidl.interchange import input_pixels, onnx_export, onnx_import, weight_names, weights
 from mpidl.interchange.input_pixels import Choice, of_file
 from mpidl.interchange.onnx_builder import MAX_VALUES
@@ -44,12 +44,12 @@ def suffix_of(path: str | os.PathLike[str]) -> str:
 def _is_hdf5(path):
     """Return whether a file is in HDF5 format, independent of its name."""
     try:
-        with open(path, "rb") as file:
+        with open_for_reading(path) as file:
             return file.read(len(SIGNATURE)) == SIGNATURE
-    except IsADirectoryError as error:
-        raise unreadable(path, error) from None
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def load(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl.errors import UserError
-from mpidl.files import unreadable
+from mpidl.files import check_regular, unreadable
 from mpidl.interchange.weights import library
 from mpidl.text import printable
 
@@ -98,6 +98,7 @@ def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = Non
     """
     onnx = library("onnx", path, "onnx")
     try:
+        check_regular(os.stat(path))
         proto = onnx.load(path, load_external_data=False)
     except OSError as error:
         raise unreadable(path, error) from None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpidl.errors import UserError
-from mpidl.files import unreadable, write_whole
+from mpidl.files import check_regular, unreadable, write_whole
 from mpidl.interchange import input_pixels, weight_names
 from mpidl.interchange.input_pixels import Choice
 from mpidl.interchange.weight_names import LIBRARIES, Names
@@ -217,6 +217,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str,
         )
     safetensors = library("safetensors", path, "safetensors")
     try:
+        check_regular(os.stat(path))
         with safetensors.safe_open(path, "numpy") as file:
             arrays = {name: _array(file, name, path) for name in file.keys()}
             return arrays, file.metadata() or {}

@@ -116,7 +116,8 @@ def is_disturbed(row: Mapping[str, Any]) -> bool:
 
 
 def _not_reached(row):
-    return "never" if row["state"] == COMPLETE else ""
+    """Return "never", or "" if it is not known, as in the files of an older version."""
+    return "never" if row["state"] == COMPLETE and row.get("records") else ""
 
 
 def _number(value, form):

@@ -127,7 +127,8 @@ class History:
             return None
         name = "accuracy" if np.isfinite(final.accuracy[-1]) else "loss"
         before, after = getattr(during, name)[rows[-1]], getattr(final, name)[-1]
-        if abs(after - before) <= VISIBLE * (1.0 if name == "accuracy" else abs(before)):
+        limit = VISIBLE * (1.0 if name == "accuracy" else abs(before))
+        if abs(after - before) <= limit or (np.isnan(before) and np.isnan(after)):
             return None
         return (
             f"the returned network has the validation {name} {after:.4f}; the validation during "

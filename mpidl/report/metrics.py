@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mpidl.errors import UserError
-from mpidl.files import reason, write_whole
+from mpidl.files import open_for_reading, reason, write_whole
 
 KINDS = ("iteration", "epoch", "validation", "final_validation")
 FLUSH_SECONDS = 2.0
@@ -245,7 +245,7 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Lines that are not records, such as an incomplete last line after an interruption, are skipped.
     """
     records = []
-    with open(path, "rb") as file:
+    with open_for_reading(path) as file:
         for line in file:
             try:
                 record = json.loads(line)

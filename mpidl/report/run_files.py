@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpidl.errors import UserError
-from mpidl.files import read_toml, unreadable
+from mpidl.files import open_for_reading, open_regular, read_toml, unreadable
 from mpidl.report.history import FILE, History, read_records
 from mpidl.report.status import FAILED, FINISHED, Status, parse
 from mpidl.report.status import NAME as STATUS
@@ -39,15 +39,14 @@ TEXTS = ("device", "stopped", "weights_sha256")
 
 @dataclass(frozen=True, eq=False)
 class ConfusionTable:
-    """The confusion matrix of the test set; `counts` (K, K) has a row per true class."""
+    """The confusion matrix of the test set; `counts` (K, K) has a row per true class.
+
+    `accuracy` is NaN if there are no labels, or if an image has NaN scores.
+    """
 
     classes: list[str]
     counts: np.ndarray
-
-    @property
-    def accuracy(self) -> float:
-        """Fraction of the labels that were predicted correctly; 0 if there are no labels."""
-        return float(self.counts.trace() / max(self.counts.sum(), 1))
+    accuracy: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +169,7 @@ def _read_options(path):
 
 def _read_summary(path):
     try:
-        with open(path, "rb") as file:
+        with open_for_reading(path) as file:
             summary = json.load(file)
     except FileNotFoundError:
         return {}
@@ -187,7 +186,7 @@ def _read_summary(path):
 
 def _read_status(path):
     try:
-        with open(path, "rb") as file:
+        with open_for_reading(path) as file:
             return parse(file.read())
     except FileNotFoundError:
         return None
@@ -198,7 +197,7 @@ def _read_status(path):
 def _read_rows(path, contents):
     """Return the rows of a .csv file, or [] if the file does not exist."""
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(open_regular(path)[0], newline="", encoding="utf-8") as file:
             return list(csv.reader(file))
     except FileNotFoundError:
         return []
@@ -218,11 +217,12 @@ def _read_confusion(path):
             raise ValueError
         counts = [[int(cell) for cell in row[1:-1]] for row in rows[1:-1]]
         table = np.array(counts, np.int64).reshape(len(classes), len(classes))
-    except (ValueError, OverflowError) as error:
+        accuracy = float(rows[-1][-1] or "nan")
+    except (ValueError, OverflowError, IndexError) as error:
         raise UserError(
             f"{path}: expected a row and a column of counts for each class, found other cells"
         ) from error
-    return ConfusionTable(classes, table)
+    return ConfusionTable(classes, table, accuracy)
 
 
 def _sum_ranks(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

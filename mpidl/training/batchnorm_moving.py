@@ -27,7 +27,7 @@ def _statistics(net: Network, updates: int) -> Iterator[tuple[str, float]]:
     """Yield (name, share) of statistics that contain a relevant share of their initial values."""
     for layer in trainable_norms(net):
         share = power(1 - layer.decay, updates)
-        if NEGLIGIBLE < share < 1:
+        if share > NEGLIGIBLE:
             yield from ((f"{layer.name}.{kind}", share) for kind in ("mean", "variance"))
 
 
@@ -61,7 +61,7 @@ def debiased(net: Network, initial: Mapping[str, np.ndarray], updates: int) -> d
     """
     state = dict(net.state)
     for name, share in _statistics(net, updates):
-        if name not in initial:
+        if name not in initial or share == 1:  # 1: there is no mini-batch yet
             continue
         moving, start = (np.asarray(a, np.float64) for a in (net.state[name], initial[name]))
         average = (moving - share * start) / (1 - share)

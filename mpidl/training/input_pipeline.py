@@ -177,6 +177,11 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     is_known = normalization is not None and normalization.is_known
     if normalization is not None and options.normalization == normalize.USUAL:
         normalization.need_known()  # the default is not a choice of the caller
+    if normalization is not None and not is_known and options.normalization == "caffe":
+        raise UserError(
+            f"{normalization.reason}; --normalization caffe: expected this choice when the weights "
+            'are loaded, which reverses their channels: dl.load_onnx(path, normalization="caffe")'
+        )
     if is_known and normalization.name != options.normalization:
         raise UserError(
             f"--normalization {options.normalization}: expected {normalization.name}, with "

@@ -69,11 +69,13 @@ def report_to(
     ...         if world.stop_requested():
     ...             break
     """
-    for name, value in (("epochs", epochs), ("iterations", iterations)):
+    for name, value in (("epochs", epochs), ("iterations", iterations), ("monitor", monitor or 0)):
         if not isinstance(value, int) or value < 0:
             raise UserError(f"report_to: {name} must be a whole number, found {value!r}")
-    page = live_page.open_page(world, monitor, "monitor")
-    with RunLock(world) as lock, _signals_of(world) as signals:
+    with RunLock(world) as lock, _signals_of(world) as signals, contextlib.ExitStack() as opened:
+        page = live_page.open_page(world, monitor, "monitor")
+        if page is not None:
+            opened.enter_context(contextlib.closing(page.listener))
         folder = RunFolder(out, None, overwrite, world, lock)
         writer = RunWriter(folder, world)
         status_hook = status_hooks.StatusHook(out, world, lock)
@@ -88,9 +90,6 @@ def report_to(
         ):
             yield
             status_hook.status.stopped = stopped_by(signals, world)
-            if signals.name == stop_file.REASON:  # a request for this loop, not for later loops
-                signals.name = None
-            signals.agreed = signals.agreed and world.gop("or", signals.name is not None)
             writer.write(writer.raise_record_error)
             writer.plot(end=True)
 
@@ -102,22 +101,29 @@ def _signals_of(world):
     `stop_requested` enters their context, so that only loops that call it handle signals. The end
     of the block restores the handlers, unless they were set before the block.
     """
-    world.signals = world.signals or Signals()
+    signals = world.signals = world.signals or Signals()
+    if signals.look is not None:
+        raise UserError("report_to: expected one block at a time, found a block in another one")
     with contextlib.ExitStack() as stack:
-        if not world.signals.is_active:
-            stack.push(world.signals)
-        yield world.signals
+        if not signals.is_active:
+            stack.push(signals)
+        try:
+            yield signals
+        finally:
+            if signals.name == stop_file.REASON:  # a request for this loop, not for later loops
+                signals.name = None
+            signals.agreed = False  # later loops agree again, on signals that stay valid
 
 
 @contextlib.contextmanager
 def _listening(world, signals, writer):
     """Within the block, record the reports of a world."""
-    epoch = 0
+    epoch = None
 
     def write(record):
         nonlocal epoch
         writer.record(*(record[name] for name in RECORD))
-        if record["kind"] == "epoch" or record["epoch"] > epoch > 0:
+        if record["kind"] == "epoch" or (epoch is not None and record["epoch"] > epoch):
             status_hooks.stop_after_epoch(writer.out, signals)
         epoch = record["epoch"]
 

@@ -64,7 +64,7 @@ class Format(NamedTuple):
         The test set is None if the data have no test set. Collective.
     open_test_data : callable
         ``open_test_data(path, world, options)`` returns one set for testing or prediction: the test
-        set if the data have a test set, and all data otherwise. If `options.option` is
+        set, or else the validation set, or else all data. If `options.option` is
         "--validation-data", the validation set comes first. Collective.
     noun : str
         Phrase that names a file of this format in messages, such as "an HDF5 file". If empty,
@@ -118,7 +118,7 @@ def format_of_parts(
 
     def open_test_data(path, world, options):
         names = on_rank_0(world, lambda: parts(path))
-        return open_part(path, part_to_test(names, options), world, options)
+        return open_part(path, part_to_test(path, names, options), world, options)
 
     def open_validation_data(path, world, options):
         if "validation" not in on_rank_0(world, lambda: parts(path)):
@@ -128,9 +128,14 @@ def format_of_parts(
     return Format(name, recognizes, open_data, open_test_data, noun, suffixes, open_validation_data)
 
 
-def part_to_test(parts: Container[str], options: OpenOptions) -> str:
-    """Return the part that `open_test_data` opens. If none exists, opening "train" says so."""
+def part_to_test(path: str, parts: Container[str], options: OpenOptions) -> str:
+    """Return the part that `open_test_data` opens."""
     order = ("validation", "test") if options.option == "--validation-data" else ("test",)
+    if options.option == "--test-data" and "test" not in parts and "validation" in parts:
+        raise UserError(
+            f"--test-data {printable(path)}: expected test images, found only training and "
+            "validation images; name the images to test"
+        )
     return next((part for part in (*order, "validation") if part in parts), "train")
 
 

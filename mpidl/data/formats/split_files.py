@@ -16,7 +16,9 @@ from mpidl.data.formats.format import (
 )
 from mpidl.data.storage.paths import is_file, scan
 from mpidl.data.transforms.preprocess import AS_IT_IS
+from mpidl.errors import UserError
 from mpidl.files import on_rank_0
+from mpidl.text import printable
 
 
 def split_files(formats: tuple[Format, ...]) -> Format:
@@ -29,12 +31,20 @@ def split_files(formats: tuple[Format, ...]) -> Format:
 
     def files_of_parts(folder: str) -> dict[str, str]:
         """Return {part: path} of the parts that exist."""
-        names, paths = {entry.name for entry in scan(folder)}, {}
-        for name, part in PART_NAMES.items():
-            candidates = [name + suffix for suffix in suffixes if name + suffix in names]
-            for path in (os.path.join(folder, candidate) for candidate in candidates):
-                if part not in paths and is_file(path):
-                    paths[part] = path
+        paths: dict[str, str] = {}
+        repeated = []
+        for name in sorted(entry.name for entry in scan(folder)):
+            stem, suffix = os.path.splitext(name)
+            path, part = os.path.join(folder, name), PART_NAMES.get(stem.lower())
+            is_part = part is not None and suffix in suffixes and is_file(path)
+            if is_part and paths.setdefault(part, path) != path:
+                repeated.append((paths[part], path))
+        if repeated and "train" in paths:
+            first, second = (printable(os.path.basename(path)) for path in repeated[0])
+            raise UserError(
+                f"{printable(folder)}: found {first} and {second}, which name the same part: keep "
+                "one of them"
+            )
         return paths
 
     def open_part(folder: str, part: str, world: World, options: OpenOptions) -> Datastore:

@@ -150,7 +150,7 @@ class Layer(CountsChanges):
         arguments = {"type": type(self).__name__}
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.metadata == STORED or not (f.kw_only and value == f.default):
+            if f.metadata.get("stored") or not (f.kw_only and value == f.default):
                 arguments[f.name] = value
         return arguments
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from mpidl.errors import UserError
 from mpidl.text import pip_install
 
+LAST_PORT = 65535
 LOOPBACK = "127.0.0.1"
 TOKEN_BYTES = 16
 BACKLOG = 128
@@ -72,6 +73,8 @@ def listen(host: str = LOOPBACK, port: int = 0, option: str = "--port") -> Addre
     UserError
         If the port is in use or not permitted, or if the host is not an address of this machine.
     """
+    if port > LAST_PORT:  # getaddrinfo would use the remainder
+        raise UserError(f"{option} {port}: expected a port from 0 to {LAST_PORT}")
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = infos[0]

@@ -28,8 +28,8 @@ from mpidl.report.live.run import LiveRun
 LAST_SECONDS = 0.3  # time for the last update of open pages at the end
 NO_TOKEN = "mpidl: wrong or missing token: open the URL that the command printed\n"
 UNKNOWN_HOST = (
-    "mpidl: unknown host name: open the URL that the command printed, or accept the name with "
-    "mpidl.monitor --allow-host NAME\n"
+    "mpidl: unknown host name: open the URL that the command printed, or start another page that "
+    "accepts the name: mpidl.monitor FOLDER --allow-host NAME\n"
 )
 # Headers of every answer. No other site may show the page in a frame, and neither the token in the
 # URL nor the numbers of a run may remain in a cache or in the header Referer.

@@ -417,6 +417,9 @@ class RunWriter:
         """Raise NotFinite if an array in the tables contains NaN or infinite values."""
         for arrays in tables.values():
             for name, array in arrays.items():
-                if not np.isfinite(array).all():
+                is_float = (
+                    np.asarray(array).dtype.kind in "fc"
+                )  # an optimizer may keep other objects
+                if is_float and not np.isfinite(array).all():
                     problem = f"{name} is not finite after iteration {iteration}, on all ranks"
                     raise NotFinite(problem, self.folder.advice(learning_rate))
