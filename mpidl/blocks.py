@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -46,6 +46,18 @@ def blocks_of(count: int) -> int:
     return -(-count // LANES)
 
 
+class Source(NamedTuple):
+    """What a queue does to images: the name of its function, and its Normalization.
+
+    `normalization` is None if 8-bit pixels are divided by 255. `image_shape` is the shape of the
+    resulting images.
+    """
+
+    function: str | None
+    normalization: object | None
+    image_shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """A global mini-batch, and the part that this rank holds (its share).
@@ -68,10 +80,8 @@ class Batch:
     total
         Number of images over which means are computed; by default `count`. If this Batch is a part
         of a mini-batch (gradient accumulation), the number of images in the whole mini-batch.
-    function
-        Name of the queue's `function` that made the images, or None.
-    normalization
-        The Normalization with which a queue makes the images, or None without a queue.
+    source
+        What a queue did to the images of this mini-batch, or None.
     """
 
     count: int
@@ -82,8 +92,7 @@ class Batch:
     seed: int = 0
     device: Any = None
     total: int | None = None
-    function: str | None = None
-    normalization: Any = None
+    source: Source | None = None
 
     @property
     def blocks(self) -> int:
@@ -219,8 +228,7 @@ def share(
     load: tuple[int, ...] | None = None,
     plain: bool | None = None,
     device: Any = None,
-    function: str | None = None,
-    normalization: Any = None,
+    source: Source | None = None,
 ) -> Batch:
     """Divide a mini-batch among the ranks of `world`, and return this rank's Batch.
 
@@ -244,10 +252,8 @@ def share(
         `fold.Tree`). By default, the setting of the world.
     device
         The object that stores the counts in GPU memory. By default, the counts are in host memory.
-    function
-        Name of the queue's `function` that makes the images, or None.
-    normalization
-        The Normalization with which a queue makes the images, or None without a queue.
+    source
+        What a queue does to the images of this mini-batch, or None.
 
     Returns
     -------
@@ -259,17 +265,7 @@ def share(
     tree = _tree(leaves, world.size, None if load is None else tuple(load), world.rank, plain)
     first, last = (min(edge * LANES, count) for edge in tree.run)
     indices = np.arange(count) if indices is None else np.asarray(indices)
-    return Batch(
-        count,
-        tree,
-        world,
-        indices[first:last],
-        epoch,
-        seed,
-        device,
-        function=function,
-        normalization=normalization,
-    )
+    return Batch(count, tree, world, indices[first:last], epoch, seed, device, source=source)
 
 
 class Blocked:

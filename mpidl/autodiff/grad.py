@@ -173,15 +173,17 @@ def _note_images(model, args):
     fits = (v for v in values if isinstance(v, Blocked) and v.image_shape == model.input_shape)
     if (images := next(fits, None)) is None:
         return
-    batch = images.batch
-    model.input_function = batch.function
-    if batch.normalization is None:
+    source, world = images.batch.source, images.batch.world
+    if source is None:
+        model.input_function = None
+    if source is None or source.image_shape != model.input_shape:
         return
-    if batch.normalization.centre is not None:
-        model.normalization = batch.normalization
-    elif model.normalization is not None and batch.function is None:
+    model.input_function = source.function
+    if source.normalization is not None:
+        model.normalization = source.normalization
+    elif model.normalization is not None and source.function is None:
         model.normalization.need_known()
-        if model.normalization.centre is not None and batch.world.rank == 0:
+        if model.normalization.centre is not None and world.rank == 0:
             warnings.warn(
                 f"the network expects the normalization {model.normalization.describe()}, but the "
                 "MinibatchQueue divides pixels by 255: pass **net.input_transform() to the queue, "

@@ -268,19 +268,18 @@ class Signals:
 
     def __exit__(self, *_) -> None:
         for number, handler in self._previous_handlers.items():
-            inner = None
-            for context in _contexts(number):
-                if context is self and inner is None:
-                    signal.signal(number, handler)
-                elif context is self:  # `inner` was entered later and is still active
-                    inner._previous_handlers[number] = handler
-                inner = context
+            contexts = list(_contexts(number))
+            place = contexts.index(self) if self in contexts else None
+            if place == 0:
+                signal.signal(number, handler)
+            elif place is not None:  # a context that was entered later is still active
+                contexts[place - 1]._previous_handlers[number] = handler
         self._previous_handlers = {}
 
     @property
     def is_active(self) -> bool:
         """Whether signals reach this context."""
-        return any(context is self for context in _contexts(signal.SIGTERM))
+        return self in _contexts(signal.SIGTERM)
 
     def is_requested(self) -> bool:
         """Call `look` if it is set, and return whether this rank has received a stop request."""

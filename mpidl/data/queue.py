@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidl import keyed
 from mpidl.backends.cpu import arenas
-from mpidl.blocks import LANES, Blocked, OneRank, Ranks, blocks_of, share
+from mpidl.blocks import LANES, Blocked, OneRank, Ranks, Source, blocks_of, share
 from mpidl.data import balanced, partition
 from mpidl.data.datastore import Datastore, Derived
 from mpidl.data.loading.bad_images import BadImages, Unreadable
@@ -317,7 +317,9 @@ class MinibatchQueue:
     def _job(self, indices, epoch, is_ahead):
         """Return a Job that prepares one mini-batch; each task reads some consecutive blocks."""
         keys = {"epoch": epoch, "seed": self.seed, "load": self.load, "plain": self.plain}
-        keys |= {"function": self.function_name, "normalization": self.pipeline.normalization}
+        normalization, shape = self.pipeline.normalization, tuple(self.pipeline.image_shape)
+        normalization = None if normalization.centre is None else normalization
+        keys["source"] = Source(self.function_name, normalization, shape)
         if self.parts > 1:
             blocks = part_blocks(self.batch_size, self.parts)
             batch: Any = share_parts(len(indices), blocks, self.world, indices, **keys)

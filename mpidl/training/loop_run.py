@@ -77,6 +77,8 @@ def report_to(
         if page is not None:
             opened.enter_context(contextlib.closing(page.listener))
         folder = RunFolder(out, None, overwrite, world, lock)
+        if signals.look is not None:
+            raise UserError("report_to: expected one block at a time, found a block in another one")
         writer = RunWriter(folder, world)
         status_hook = status_hooks.StatusHook(out, world, lock)
         status_hook.status.epochs, status_hook.status.iterations = epochs, iterations
@@ -102,8 +104,6 @@ def _signals_of(world):
     of the block restores the handlers, unless they were set before the block.
     """
     signals = world.signals = world.signals or Signals()
-    if signals.look is not None:
-        raise UserError("report_to: expected one block at a time, found a block in another one")
     with contextlib.ExitStack() as stack:
         if not signals.is_active:
             stack.push(signals)

@@ -483,11 +483,25 @@ def test_failed_and_slow_stages_do_not_stop_the_others(tmp_path, monkeypatch, ca
     assert partial["checks"] and not partial["finished"]
 
 
+def test_a_stage_of_one_call_runs_only_this_call(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check.thread_budget, "busy_share", lambda: 0.0)
+
+    def command(name, folder, seconds, call, sizes):
+        return [sys.executable, "-c", STAGE, name, folder, "pass"]
+
+    words = ["--out", str(tmp_path / "out"), "--stages", "parity"]
+    assert check.main(words, visible_gpus("Some GPU"), command) == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["quick.tar"]
+    assert capsys.readouterr().out.count("all passed") == 1
+
+
 def test_no_gpu_and_unknown_stages(tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="no NVIDIA driver"):
         run_check(tmp_path, monkeypatch, capsys, {}, gpus=())
     with pytest.raises(UserError, match="did you mean timing"):
         check.main(["--stages", "timings"], visible_gpus("Some GPU"))
+    with pytest.raises(UserError, match="parity: not a stage of this call"):
+        check.main(["--second", "--stages", "parity"], visible_gpus("Some GPU"))
     with pytest.raises(UserError, match="no NVIDIA driver"):
         check.main(["--out", str(tmp_path)], visible_gpus())
 

@@ -45,6 +45,7 @@ def test_labels_may_be_class_names():
     text = refusal(ArrayDatastore, images, names, ["cat", "dog"])
     assert text == "arrays: label emu is not one of the classes (cat, dog)"
     assert "may also be class names" in refusal(ArrayDatastore, images, ["dog", 1, None, 2, 3])
+    assert "labels" in refusal(ArrayDatastore, images, "cat")
     assert ArrayDatastore(images, np.array([[1], [0], [1], [0], [2]])).labels.tolist()[4] == 2
 
 

@@ -60,7 +60,9 @@ def test_a_validation_folder_needs_no_test_folder(tmp_path):
         grow(tmp_path / part)
     assert open_data(str(tmp_path))[1] is None
     assert open_validation_data(str(tmp_path)).folder == f"{tmp_path}/val"
-    assert open_test_data(str(tmp_path)).folder == f"{tmp_path}/val"
+    assert open_test_data(str(tmp_path), option="--data").folder == f"{tmp_path}/val"
+    text = refusal(open_test_data, str(tmp_path))  # the validation images are no test
+    assert "--test-data" in text and "found only training and validation images" in text
 
 
 def test_images_beside_train_and_test_are_refused(tmp_path):
@@ -96,6 +98,11 @@ def test_open_data_accepts_a_folder_of_two_files(tmp_path):
     assert validation.labels.tolist() == [0, 0, 2]
     (tmp_path / "test.h5").unlink()
     assert open_data(str(tmp_path))[1] is None
+    datafiles.hdf5(tmp_path / "valid.h5", pixels[:3], [1, 1, 0], ["c", "a"])
+    text = refusal(open_data, str(tmp_path))
+    assert (
+        text == f"{tmp_path}: found val.h5 and valid.h5, which name the same part: keep one of them"
+    )
 
 
 def test_open_data_names_files_it_cannot_use(tmp_path):

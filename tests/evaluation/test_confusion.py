@@ -12,6 +12,7 @@ from PIL import Image
 
 import mpidl as dl
 from mpidl.evaluation.class_metrics import ClassMetrics
+from mpidl.evaluation.confusion import Confusion
 
 
 def small_matrix():
@@ -92,6 +93,17 @@ def test_labels_of_any_shape():
     """An image may have several labels, for example one per pixel."""
     labels = np.arange(24).reshape(2, 3, 4) % 3
     assert dl.confusion_matrix(labels, labels).counts.tolist() == np.diag([8] * 3).tolist()
+
+
+def test_a_table_without_some_predictions_has_no_fractions(tmp_path):
+    """The accuracy of the images with scores would hide that others have NaN scores."""
+    matrix = Confusion(np.array([[3, 1], [0, 4]]), ("a", "b"), is_complete=False)
+    assert np.isnan([matrix.accuracy, matrix.balanced_accuracy]).all()
+    for fractions in (matrix.recall, matrix.precision, matrix.f1, matrix.iou):
+        assert np.isnan(fractions).all()
+    matrix.save(tmp_path / "confusion.csv")
+    rows = (tmp_path / "confusion.csv").read_text().splitlines()
+    assert rows == ["true \\ predicted,a,b,recall", "a,3,1,", "b,0,4,", "precision,,,"]
 
 
 def test_a_confusion_matrix_is_saved_as_csv(tmp_path):

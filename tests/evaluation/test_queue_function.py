@@ -129,6 +129,49 @@ def test_a_custom_loop_records_the_normalization_of_its_queue(world, tmp_path):
     np.testing.assert_allclose(dl.predict(loaded, store, softmax=False), expected, rtol=1e-4)
 
 
+def test_a_custom_loop_needs_the_normalization_of_its_network(world):
+    """A queue without it divides by 255, and the network would be evaluated on other pixels."""
+    store, net = images(), network()
+    net.normalization = dl.data.normalization("0.5/0.25", store, world)
+    plain = dl.MinibatchQueue(store, 32, world=world)
+    _, warnings_of_plain = warned(lambda: trained(net, plain))
+    expected = "the network expects the normalization 0.5/0.25 (minus 127.5, divided by 63.75), but"
+    assert [text.startswith(expected) for text in warnings_of_plain] == [True] * (world.rank == 0)
+    assert net.normalization.name == "0.5/0.25"
+    queue = dl.MinibatchQueue(store, 32, world=world, **net.input_transform())
+    assert warned(lambda: trained(net, queue))[1] == []
+    net.normalization = dl.data.transforms.normalize.Unknown(reason="foreign.onnx: not known")
+    with pytest.raises(UserError, match="foreign.onnx: not known; choose it with"):
+        trained(net, plain)
+
+
+def test_a_network_that_reads_no_images_has_no_normalization(world):
+    """The head of a network that reads images, and a network that reads noise."""
+    store, head = images(), dl.Network([dl.Dense(CLASSES)], (4, 1, 1), seed=1)
+    normalization = dl.data.normalization("0.5/0.25", store, world)
+    options = {"normalization": normalization, "function": darkened}
+    queue = dl.MinibatchQueue(store, 32, world=world, **options)
+
+    def loss(head, features, pixels, labels):
+        return dl.softmax_cross_entropy(head(features), labels)
+
+    for pixels, labels in queue.epoch(1):
+        features = dl.from_images(np.ones((COUNT, 4, 1, 1), np.float32)[:32], pixels.batch)
+        dl.value_and_grad(loss, reduce=world)(head, features, pixels, labels)
+        break
+    assert head.normalization is None and head.input_function is None
+
+
+@pytest.mark.parametrize("score", ["evaluate", "predict"])
+def test_a_queue_without_the_function_warns_like_images(world, score):
+    store, net = images(), network()
+    trained(net, dl.MinibatchQueue(store, 32, world=world, function=darkened))
+    plain, darkening = (dl.MinibatchQueue(store, 32, function=f) for f in (None, darkened))
+    function = {"evaluate": dl.evaluate, "predict": dl.predict}[score]
+    assert len(warned(lambda: function(net, plain, world=world))[1]) == (world.rank == 0)
+    assert warned(lambda: function(net, darkening, world=world))[1] == []
+
+
 def test_a_training_without_a_function_clears_the_note(world, tmp_path):
     store, net = images(), network()
     trained(net, dl.MinibatchQueue(store, 32, world=world, function=darkened))

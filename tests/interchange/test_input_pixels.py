@@ -137,6 +137,10 @@ def test_training_options_choose_an_unknown_normalization(tmp_path):
     dl.train(net, dl.ArrayDatastore(images, labels), dl.TrainingOptions(**options))
     mean = images.mean(axis=(0, 2, 3))
     assert np.allclose(net.normalization.centre, mean)
+    net = dl.load_onnx(tmp_path / "foreign.onnx")  # its weights expect BGR
+    store, options = dl.ArrayDatastore(images, labels), options | {"normalization": "caffe"}
+    text = refusal(dl.train, net, store, dl.TrainingOptions(**options))
+    assert 'dl.load_onnx(path, normalization="caffe")' in text
 
 
 def test_an_older_graph_without_arrays_of_its_normalization(tmp_path):
@@ -202,6 +206,14 @@ def test_a_graph_that_begins_with_a_normalization(tmp_path, case):
         np.testing.assert_allclose(values, expected, atol=1e-4 * abs(expected).max())
     text = refusal(dl.load_onnx, path, normalization="imagenet")
     assert "the graph begins with a normalization" in text
+    floats = images.astype(np.float32) / 255
+    expected = session_scores(path, floats)
+    values = scores(dl.load_onnx(path, normalization="none"), floats)
+    np.testing.assert_allclose(values, expected, atol=1e-4 * abs(expected).max())
+    if pixels == "rescale-zero-one":  # the network's normalization is for 8-bit pixels
+        for choice in (None, "rescale-zero-one"):
+            net = dl.load_onnx(path, normalization=choice)
+            assert "expected 8-bit images, found float32" in refusal(net.predict, floats)
 
 
 def torchvision_arrays(net):
@@ -295,6 +307,25 @@ def test_graphs_of_keras_are_known_by_the_names_of_their_nodes(tmp_path, model, 
     np.testing.assert_allclose(
         scores(net, images), expected_scores, atol=1e-4 * abs(expected_scores).max()
     )
+
+
+def test_a_module_of_pytorch_with_the_name_of_a_model_of_keras(tmp_path):
+    """PyTorch's exporter writes its path into the names of nodes."""
+    random = np.random.default_rng(0)
+    constants = {"resnet50.conv1.weight": np.float32(random.normal(size=(4, 3, 3, 3)))}
+    constants["v"] = np.float32(random.normal(size=(4, 1000)))
+    nodes = [node("Conv", "x resnet50.conv1.weight", "h"), node("GlobalAveragePool", "h", "g")]
+    nodes[0].name, nodes[1].name = "/resnet50/conv1/Conv", "/resnet50/avgpool/GlobalAveragePool"
+    nodes += [node("Flatten", "g", "f"), node("MatMul", "f v", "y")]
+    path = saved(tmp_path / "a.onnx", nodes, constants, SHAPE, producer_name="pytorch")
+    assert not dl.load_onnx(path).normalization.is_known
+
+
+def test_published_pixels_of_caffe_are_8_bit():
+    images = pixels_of(0, 3, *SHAPE)
+    caffe = dl.data.normalization("caffe", dl.ArrayDatastore(images))
+    assert caffe(images).dtype == np.float32
+    assert "expected 8-bit images, found float32" in refusal(caffe, images.astype(np.float32))
 
 
 MODULE = """

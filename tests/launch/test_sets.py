@@ -67,6 +67,12 @@ def test_a_folder_of_validation_images(tmp_path):
     result = jobs.resume(1, tmp_path / "e", "--max-iterations", 3)
     assert f"note: the resumed run had no validation: {unused}" in result.stdout
     assert jobs.summary(tmp_path / "e")["validation_loss"] is None
+    (folder / "validation" / "dot").rename(folder / "validation" / "other")  # no class of train/
+    result = jobs.resume(1, tmp_path / "e", "--max-iterations", 4)
+    assert f"note: the resumed run had no validation: {unused}" in result.stdout
+    line = jobs.refusal(jobs.train(2, folder, tmp_path / "g", *SHORT, check=2))
+    assert "sub-folder other is not one of the classes" in line
+    (folder / "validation" / "other").rename(folder / "validation" / "dot")
     jobs.draw_images(folder / "more", per_class=2)
     line = jobs.refusal(jobs.train(2, folder, tmp_path / "c", *SHORT, check=2))
     assert f"{folder}: found images in more/ beside train/, validation/, test/" in line

@@ -54,6 +54,8 @@ EXPLAINED = {
     "units": (lambda: dl.Dense(units=3), "did you mean outputs"),
     "activation": (lambda: dl.Dense(3, activation="relu"), "is a layer, such as dl.ReLU"),
     "momentum": (lambda: dl.BatchNorm(momentum=0.9), "decay= is the weight of a mini-batch"),
+    "momentum of Adam": (lambda: dl.Adam(momentum=0.9), "did you mean gradient_decay_factor"),
+    "learningRate": (lambda: dl.SGDM(learningRate=0.1), "did you mean learning_rate"),
 }
 
 

@@ -10,6 +10,7 @@ from image_sets import refusal
 from short_training import pictures, small
 
 import mpidl as dl
+from mpidl.comm.failure import Signals
 from mpidl.report import metrics, run_files, status, stop_file
 from mpidl.report.live.run import runs_of
 
@@ -172,6 +173,77 @@ def test_a_stop_file_does_not_hide_the_signal_of_another_rank(job, folder):
     with dl.report_to(folder, world=job):
         assert job.allgather(train(job)[0]) == [0] * job.size
     assert read_status(job, folder).stopped == "SIGUSR1"
+
+
+def test_a_stop_file_does_not_outlive_a_block_that_fails(job, folder):
+    def request(iteration):
+        if iteration == 4 and job.rank == 0:
+            stop_file.request(folder, stop_file.NOW)
+
+    with pytest.raises(ZeroDivisionError), dl.report_to(folder, world=job):
+        assert train(job, request)[0] == 4
+        raise ZeroDivisionError("all ranks fail")
+    with dl.report_to(folder, world=job):
+        assert train(job)[0] == 9
+
+
+def test_epochs_from_0_stop_at_the_end_of_the_first(job, folder):
+    with dl.report_to(folder, world=job):
+        for iteration in range(1, 10):
+            if job.stop_requested():
+                break
+            job.report(epoch=(iteration - 1) // 3, iteration=iteration, loss=0.5)
+            if iteration == 2 and job.rank == 0:
+                stop_file.request(folder, stop_file.EPOCH)
+    assert job.allgather(iteration) == [5] * job.size  # the report of iteration 4 is in epoch 1
+
+
+def test_a_block_in_a_block_is_refused(job, folder):
+    with dl.report_to(folder, world=job):
+        assert "one block at a time" in refusal(dl.report_to(folder / "b", world=job).__enter__)
+        job.report(epoch=1, loss=0.5)
+    assert len(metrics.read(folder / "metrics.jsonl")) == 2
+
+
+def test_an_invalid_port_is_refused(job, folder):
+    for port in (70000, -1, 8080.0):
+        assert "monitor" in refusal(dl.report_to(folder, world=job, monitor=port).__enter__)
+
+
+class Asks:
+    """A hook that asks for stops, as a custom loop does."""
+
+    def __init__(self, job):
+        self.job = job
+
+    def step(self, trainer):
+        assert not self.job.stop_requested()
+
+
+def test_a_loop_that_asks_within_a_training(job, folder):
+    """The handlers that the training installed are gone, and the loop's still work."""
+    before = signal.getsignal(signal.SIGTERM)
+    options = dl.TrainingOptions(epochs=1, batch_size=40, verbose="off")
+    dl.train(small(), pictures(100), options, world=job, hooks=[Asks(job)])
+    assert not job.stop_requested()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert job.stop_requested()
+    job.signals.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_reaches_all_nested_contexts():
+    before = signal.getsignal(signal.SIGUSR1)
+    contexts = [Signals() for _ in range(3)]
+    for context in contexts:
+        context.__enter__()
+    contexts[1].__exit__(None, None, None)  # not the innermost
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert [context.name for context in contexts] == ["SIGUSR1", None, "SIGUSR1"]
+    contexts[0].__exit__(None, None, None)
+    assert contexts[2].is_active and not contexts[0].is_active
+    contexts[2].__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def test_a_stop_file_that_comes_too_late_does_not_stop_the_next_loop(job, folder):

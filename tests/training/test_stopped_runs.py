@@ -148,7 +148,8 @@ class RequestAtFirstRead(Datastore):
 
 
 def test_a_request_before_the_first_iteration(world, folder):
-    out, options = folder / "run", {"normalization": "zscore"}
+    out = folder / "run"
+    options = {"normalization": "zscore", "validation": pictures(60), "validation_frequency": 1}
     if world.rank == 0:
         out.mkdir()
     world.barrier()
@@ -158,6 +159,8 @@ def test_a_request_before_the_first_iteration(world, folder):
     sha256, result = train(world, out, resume=str(out), **options)
     assert result.iterations == 3 * PER_EPOCH
     assert sha256 == train(world, folder / "reference", **options)[0]
+    resumed, reference = (dl.history(out).validation, dl.history(folder / "reference").validation)
+    assert len(resumed) == 3 * PER_EPOCH and (resumed.loss == reference.loss).all()
 
 
 @pytest.mark.slow_on_ranks

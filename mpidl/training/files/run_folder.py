@@ -417,9 +417,7 @@ class RunWriter:
         """Raise NotFinite if an array in the tables contains NaN or infinite values."""
         for arrays in tables.values():
             for name, array in arrays.items():
-                is_float = (
-                    np.asarray(array).dtype.kind in "fc"
-                )  # an optimizer may keep other objects
+                is_float = np.asarray(array).dtype.kind in "fc"  # not an optimizer's other objects
                 if is_float and not np.isfinite(array).all():
                     problem = f"{name} is not finite after iteration {iteration}, on all ranks"
                     raise NotFinite(problem, self.folder.advice(learning_rate))
