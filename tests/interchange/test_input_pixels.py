@@ -321,13 +321,6 @@ def test_a_module_of_pytorch_with_the_name_of_a_model_of_keras(tmp_path):
     assert not dl.load_onnx(path).normalization.is_known
 
 
-def test_published_pixels_of_caffe_are_8_bit():
-    images = pixels_of(0, 3, *SHAPE)
-    caffe = dl.data.normalization("caffe", dl.ArrayDatastore(images))
-    assert caffe(images).dtype == np.float32
-    assert "expected 8-bit images, found float32" in refusal(caffe, images.astype(np.float32))
-
-
 MODULE = """
 import mpidl as dl
 

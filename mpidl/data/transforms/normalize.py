@@ -135,7 +135,7 @@ class Normalization:
         return (images - centre) / divisor
 
     def _check_dtype(self, dtype):
-        if dtype != np.uint8 and (self.name in ("imagenet", "caffe") or is_numbers(self.name)):
+        if dtype != np.uint8 and (self.name == "imagenet" or is_numbers(self.name)):
             raise UserError(
                 f"normalization {self.name}: expected 8-bit images, found {dtype}; normalize them "
                 "in advance, and choose none"
@@ -149,7 +149,7 @@ class Normalization:
         shape : tuple of int
             Shape (C, H, W) of the images.
         dtype : dtype
-            Type of the images. "imagenet", "caffe" and MEAN/STD are for 8-bit pixels.
+            Type of the images. "imagenet" and MEAN/STD are for 8-bit pixels.
         """
         self._check_dtype(np.dtype(dtype))
         if self.centre is not None and self.centre.shape not in (tuple(shape), tuple(shape[:1])):
