@@ -18,9 +18,10 @@ import numpy as np
 
 from benchmarks import machine, report, subject, torch_step
 from mpidl import ops
-from mpidl.autodiff import Var, op, value_and_grad, value_of
 from mpidl.backends import REFERENCE as reference
-from mpidl.blocks import OneRank, from_images, share
+from mpidl.core.blocks import OneRank, from_images, share
+from mpidl.core.grad import value_and_grad
+from mpidl.core.tape import Var, op, value_of
 from mpidl.errors import Fault, UserError
 from mpidl.nn import Network
 from mpidl.nn.layers import LayerContext

@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from benchmarks import report, turns
-from mpidl import keyed
+from mpidl.core import keyed
 from mpidl.data import Augmenter, ImageFolder
 from mpidl.data.formats.image_files import MEMORY_BLOCKS
 from mpidl.data.loading.pipeline import fill_blocks

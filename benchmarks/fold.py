@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks import machine, ours, report, subject, turns
 from benchmarks.mpidl_step import EagerStep, mean_loss
-from mpidl.autodiff import value_and_grad
 from mpidl.comm import World
+from mpidl.core.grad import value_and_grad
 from mpidl.errors import UserError
 from mpidl.training.options import configuration
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks import decoding, input_memory, machine, packs, report, subject, turns
 from benchmarks.mpidl_step import EagerStep
-from mpidl import keyed
 from mpidl.comm import World
+from mpidl.core import keyed
 from mpidl.data import Augmenter, ImageFolder, MinibatchQueue, PackedDatastore, digits
 from mpidl.data.array_datastore import ArrayDatastore
 from mpidl.data.formats import packing

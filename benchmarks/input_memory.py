@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import report, subject, turns
-from mpidl import keyed
 from mpidl.comm import failure
 from mpidl.comm.launcher import environment, launcher
+from mpidl.core import keyed
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats import packing
 from mpidl.errors import Fault

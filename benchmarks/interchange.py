@@ -13,7 +13,7 @@ import tempfile
 import numpy as np
 
 from benchmarks import machine, report, torch_step
-from mpidl.blocks import OneRank, from_images, share
+from mpidl.core.blocks import OneRank, from_images, share
 from mpidl.data.transforms.normalize import Normalization
 from mpidl.errors import Fault, UserError
 from mpidl.interchange import network_files

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import machine, passes, report, subject, turns
 from mpidl.backends.cpu import builds
-from mpidl.blocks import LANES
+from mpidl.core.blocks import LANES
 from mpidl.training.options import configuration
 
 ENOUGH = 0.02  # minimum duration of a measurement in seconds

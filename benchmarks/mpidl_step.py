@@ -8,11 +8,11 @@ import numpy as np
 
 from benchmarks import subject
 from mpidl import backends, losses, ops
-from mpidl.autodiff import value_and_grad
 from mpidl.backends.cpu import builds
-from mpidl.blocks import from_images, share
 from mpidl.comm import World
 from mpidl.comm.reducer import Reducer
+from mpidl.core.blocks import from_images, share
+from mpidl.core.grad import value_and_grad
 from mpidl.data import ArrayDatastore
 from mpidl.nn import Network
 from mpidl.training import steps

@@ -6,8 +6,9 @@ import os
 import numpy as np
 
 from benchmarks import machine, report, torch_step, turns
-from mpidl import backends, keyed
+from mpidl import backends
 from mpidl.backends.cpu import arenas
+from mpidl.core import keyed
 from mpidl.errors import Fault
 from mpidl.training.optimizers import SGDM, Adam, AdamW, RMSProp
 from mpidl.training.options import configuration

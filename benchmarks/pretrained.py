@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import machine, report
-from mpidl import keyed
-from mpidl.blocks import OneRank, from_images, share
+from mpidl.core import keyed
+from mpidl.core.blocks import OneRank, from_images, share
 from mpidl.data.formats.digits import digits
 from mpidl.errors import UserError
 from mpidl.interchange.network_files import load

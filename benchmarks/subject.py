@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpidl import backends, keyed
+from mpidl import backends
 from mpidl.backends.cpu import builds
 from mpidl.cli import start
+from mpidl.core import keyed
 from mpidl.nn import AveragePool2D, Conv2D, Dense, Dropout, Network, ReLU, zoo
 from mpidl.ops import check
 from mpidl.ops.pool import windows

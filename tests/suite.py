@@ -78,7 +78,7 @@ def marked(description, part, **keywords):
 
 CORE = (
     "tests/comm",
-    "tests/autodiff",
+    "tests/core",
     "tests/ops/test_batchnorm.py",
     "tests/training/test_trainer.py",
 )

@@ -4,8 +4,8 @@ import numpy as np
 from single_rank import SingleRank
 
 import mpidl as dl
-from mpidl import fold
-from mpidl.autodiff import backward
+from mpidl.core import fold
+from mpidl.core.tape import backward
 from mpidl.nn import zoo
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 import mpidl as dl
-from mpidl import autodiff, comm, data, nn, ops, report
+from mpidl import comm, data, nn, ops, report
 from mpidl.data.datastore import Subset, Transformed
 from mpidl.training import hooks, optimizers, progress, steps, trainer
 from mpidl.training.options.training_options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "tests/support/user_program.py"
-PACKAGES = (dl, autodiff, comm, data, nn, nn.layers, ops, report, optimizers)
+PACKAGES = (dl, comm, data, nn, nn.layers, ops, report, optimizers)
 MORE_CLASSES = (
     *(trainer.Trainer, progress.Progress, progress.EpochSummary, progress.Result),
     *(progress.Position, steps.StepInfo, steps.StepResult, Subset, Transformed),

@@ -20,15 +20,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks import mpidl_step, subject
-from mpidl import losses, phases
-from mpidl.autodiff import value_and_grad
+from mpidl import losses
 from mpidl.backends import REFERENCE, settings
 from mpidl.backends.interface import FUSED, HOST, Backend
-from mpidl.blocks import LANES, OneRank, share
 from mpidl.comm.reducer import is_on_host
+from mpidl.core import phases
+from mpidl.core.blocks import LANES, OneRank, share
+from mpidl.core.device_array import is_device_array
+from mpidl.core.fold import Late, Partial, merge_moments
+from mpidl.core.grad import value_and_grad
 from mpidl.data import ArrayDatastore, MinibatchQueue
-from mpidl.device_array import is_device_array
-from mpidl.fold import Late, Partial, merge_moments
 
 COUNT = 20  # images, so that the last of two blocks is partly full
 # Largest allowed errors. Products in float32, or as three TF32 products, differ only by rounding.

@@ -21,10 +21,10 @@ from benchmarks.gpu.sizes import BY_NAME, SMALL
 from benchmarks.mpidl_step import RecordedStep
 from benchmarks.report import Report
 from mpidl.backends.gpu.discovery import versions, visible
-from mpidl.blocks import LANES
 from mpidl.cli import start
 from mpidl.comm import World, failure
 from mpidl.comm.launcher import environment
+from mpidl.core.blocks import LANES
 from mpidl.training.options import configuration
 
 # Optional packages and their uses; the check needs only NumPy and CuPy.

@@ -6,6 +6,7 @@ The pages are written before Sphinx looks for its sources. A new public name nee
 
 import importlib
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +53,7 @@ GROUPS = {
     "differentiation": Group(
         "Differentiation and values",
         "Gradients, custom ops, and values of a mini-batch that is divided among the ranks.",
-        ("mpidl.autodiff", "mpidl.blocks", "mpidl.fold", "mpidl.backends", "mpidl.keyed"),
+        ("mpidl.core", "mpidl.backends"),
     ),
     "optimizers": Group(
         "Optimizers",
@@ -108,7 +109,7 @@ def public_names():
     """Return every public function and class of mpidl once, with its shortest name."""
     names = {}
     for module_name in PUBLIC:
-        module = importlib.import_module(module_name)
+        module = pkgutil.resolve_name(module_name)  # `mpidl.keyed` is an attribute
         for name in getattr(module, "__all__", None) or sorted(vars(module)):
             target = getattr(module, name)
             is_public = isinstance(target, type) or inspect.isfunction(target)

@@ -1,5 +1,5 @@
 /* The tree that sums over a mini-batch in a fixed order, for any number of ranks and threads.
- * mpidl/fold.py explains the tree. */
+ * mpidl/core/fold.py explains the tree. */
 #ifndef MPIDL_FOLD_H
 #define MPIDL_FOLD_H
 
@@ -9,7 +9,7 @@
 struct tree {
     int64_t first, stop; /* this rank's blocks */
     int64_t leaves;      /* leaves of the whole mini-batch */
-    int64_t plain;       /* 1: sum each run from left to right; see Tree in mpidl/fold.py */
+    int64_t plain;       /* 1: sum each run from left to right; see Tree in mpidl/core/fold.py */
 };
 
 /* Return whether two adjacent values that together cover blocks [start, stop) may be combined. */

@@ -340,7 +340,7 @@ void mpidl_warp(const uint8_t *pixels, int64_t count, const int64_t *shape, cons
 void mpidl_warp_of_floats(const float *pixels, int64_t count, const int64_t *shape,
                           const double *maps, const float *fill, float *out);
 
-/* keyed.c: compute the random words (samples, count) that mpidl/keyed.py defines for each sample,
+/* keyed.c: compute the random words (samples, count) that mpidl/core/keyed.py defines for each sample,
  * with Philox4x64-10. key has two words. Any thread may call this function. */
 void mpidl_keyed_words(const int64_t *key, int64_t epoch, const int64_t *samples, int64_t n,
                        int64_t count, int64_t *words);

@@ -1,4 +1,4 @@
-// Folds the rows of a matrix by the tree that adds up a mini-batch (mpidl/fold.py).
+// Folds the rows of a matrix by the tree that adds up a mini-batch (mpidl/core/fold.py).
 //
 // A node of n rows splits at the largest power of two below n. Folding from left to right works
 // like a binary counter: row i is combined with levels 0, 1, ... as long as the bits of i are set,

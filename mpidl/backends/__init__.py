@@ -18,8 +18,8 @@ from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.backend import CPU
 from mpidl.backends.interface import Backend
 from mpidl.backends.reference.backend import REFERENCE
-from mpidl.blocks import Blocked
-from mpidl.device_array import is_device_array
+from mpidl.core.blocks import Blocked
+from mpidl.core.device_array import is_device_array
 
 WINOGRAD = ("auto", "off", "fast")
 PRECISION = ("fp32", "tf32")

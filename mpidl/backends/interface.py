@@ -41,8 +41,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from mpidl.backends.training_interface import Array, Lanes, TrainingFunctions, Vector
-from mpidl.fold import Partial, Tree
-from mpidl.shapes import Pads, Pair
+from mpidl.core.fold import Partial, Tree
+from mpidl.core.shapes import Pads, Pair
 
 Readable: TypeAlias = Any  # Lanes or a DeferredInput
 Gradients: TypeAlias = tuple[Any, Partial | None, Partial | None, Partial | None]

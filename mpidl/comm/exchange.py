@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl.fold import Tree, add, fold_nodes, is_node
+from mpidl.core.fold import Tree, add, fold_nodes, is_node
 
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport

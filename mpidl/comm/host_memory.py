@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl import fold
 from mpidl.comm import exchange, watchdog
 from mpidl.comm.reducer import Piece
 from mpidl.comm.sum_plans import KINDS, LINE, SLOT_BYTES, broadcast_plan, count_nodes, plan_of
@@ -46,7 +45,8 @@ from mpidl.comm.sum_queue import (
     queue_bytes,
 )
 from mpidl.comm.transport import free_shared_bytes
-from mpidl.fold import Tree
+from mpidl.core import fold
+from mpidl.core.fold import Tree
 
 if TYPE_CHECKING:
     from mpi4py import MPI

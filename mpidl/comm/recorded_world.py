@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl import phases
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.recording import Recorder, address_of, fixed
-from mpidl.blocks import OneRank
 from mpidl.comm.reducer import BUCKET_BYTES, PendingExchange, Piece, Reducer
 from mpidl.comm.sum_queue import HostSum
-from mpidl.fold import Partial
+from mpidl.core import phases
+from mpidl.core.blocks import OneRank
+from mpidl.core.fold import Partial
 
 if TYPE_CHECKING:
     from mpidl.comm.exchange import Combine
     from mpidl.comm.world import World
-    from mpidl.fold import Tree
+    from mpidl.core.fold import Tree
 
 
 class RecordedWorld:

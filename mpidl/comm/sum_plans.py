@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidl import fold
-from mpidl.fold import Tree
+from mpidl.core import fold
+from mpidl.core.fold import Tree
 
 SLOT_BYTES, LINE = 1 << 16, 64  # sizes of a slot and of a cache line
 # {(operation, type): kind of the sum in sums.c}

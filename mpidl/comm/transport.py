@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from mpidl import phases
 from mpidl.comm import acts, serial, thread_budget, ulfm, watchdog
 from mpidl.comm.hang_report import Peer
 from mpidl.comm.roll_call import RollCall
+from mpidl.core import phases
 
 if TYPE_CHECKING:
     from mpi4py import MPI

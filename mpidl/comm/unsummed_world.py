@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpidl.backends.cpu import arenas
-from mpidl.blocks import Ranks
-from mpidl.fold import Partial
+from mpidl.core.blocks import Ranks
+from mpidl.core.fold import Partial
 
 
 class UnsummedWorld:

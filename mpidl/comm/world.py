@@ -13,14 +13,14 @@ import numpy as np
 
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
-from mpidl.blocks import OneRank
 from mpidl.comm import devices, failure, serial, thread_budget, ulfm, watchdog
 from mpidl.comm.messaging import Messaging
 from mpidl.comm.recorded_world import RecordedWorld
 from mpidl.comm.reducer import Reducer, is_on_host
 from mpidl.comm.transport import START_SECONDS, Transport, allocate_shared, free_shared_bytes
+from mpidl.core.blocks import OneRank
+from mpidl.core.fold import Partial
 from mpidl.errors import FolderInUse, LostLock, StorageFault, UserError
-from mpidl.fold import Partial
 
 if TYPE_CHECKING:
     from mpi4py import MPI

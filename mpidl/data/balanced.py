@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpidl import keyed
+from mpidl.core import keyed
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpidl import keyed
-from mpidl.blocks import LANES, blocks_of
-from mpidl.fold import split_blocks
+from mpidl.core import keyed
+from mpidl.core.blocks import LANES, blocks_of
+from mpidl.core.fold import split_blocks
 
 
 def partition_order(

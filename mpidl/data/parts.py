@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.blocks import LANES, Batch, Blocked, Ranks, blocks_of, share
+from mpidl.core.blocks import LANES, Batch, Blocked, Ranks, blocks_of, share
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ def share_parts(
     indices : ndarray
         Sample numbers of all images of the mini-batch, (count,).
     **options
-        Further arguments of `mpidl.blocks.share`.
+        Further arguments of `mpidl.core.blocks.share`.
 
     Returns
     -------

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from mpidl import keyed
 from mpidl.backends.cpu import arenas
-from mpidl.blocks import LANES, Blocked, OneRank, Ranks, Source, blocks_of, share
+from mpidl.core import keyed
+from mpidl.core.blocks import LANES, Blocked, OneRank, Ranks, Source, blocks_of, share
 from mpidl.data import balanced, partition
 from mpidl.data.datastore import Datastore, Derived
 from mpidl.data.loading.bad_images import BadImages, Unreadable

@@ -8,7 +8,7 @@ from decimal import ROUND_HALF_UP, Decimal
 
 import numpy as np
 
-from mpidl import keyed
+from mpidl.core import keyed
 from mpidl.errors import UserError
 from mpidl.text import class_names
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpidl import losses, ops
-from mpidl.blocks import Blocked
+from mpidl.core.blocks import Blocked
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.evaluation.ranking import Ranking

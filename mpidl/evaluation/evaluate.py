@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidl import losses, phases
-from mpidl.blocks import LANES, OneRank
+from mpidl import losses
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
+from mpidl.core import phases
+from mpidl.core.blocks import LANES, OneRank
+from mpidl.core.fold import Counter, Partial, replicated
 from mpidl.data import MinibatchQueue
 from mpidl.data.array_datastore import Arrays, as_datastore
 from mpidl.data.datastore import Datastore
@@ -24,7 +26,6 @@ from mpidl.errors import StorageFault, UserError
 from mpidl.evaluation.class_metrics import ClassMetrics, Tally, predicted_classes, requested
 from mpidl.evaluation.confusion import Confusion, tally
 from mpidl.evaluation.mirrored import Flips, mirrored
-from mpidl.fold import Counter, Partial, replicated
 from mpidl.nn import Network
 from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias, cast
 
 from mpidl import backends
-from mpidl.blocks import Blocked
+from mpidl.core.blocks import Blocked
 from mpidl.errors import UserError
 from mpidl.nn import Network
 from mpidl.nn.layers import Layer, Softmax

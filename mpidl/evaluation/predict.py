@@ -15,8 +15,8 @@ import numpy as np
 
 from mpidl import losses, ops
 from mpidl.backends import fast_convolutions
-from mpidl.blocks import Blocked
 from mpidl.comm import World
+from mpidl.core.blocks import Blocked
 from mpidl.data import ArrayDatastore, MinibatchQueue
 from mpidl.data.array_datastore import Arrays
 from mpidl.data.datastore import Datastore

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from mpidl.blocks import OneRank, from_images, share
+from mpidl.core.blocks import OneRank, from_images, share
 from mpidl.data.formats.hdf5 import SIGNATURE
 from mpidl.errors import UserError
 from mpidl.files import open_for_reading, unreadable

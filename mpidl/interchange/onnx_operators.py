@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpidl.core.shapes import same_padding
 from mpidl.interchange.onnx_builder import Unsupported, Value, operator
 from mpidl.interchange.onnx_elementwise import same_order
 from mpidl.interchange.onnx_shapes import flat
 from mpidl.nn import layers as nn
 from mpidl.ops import check
-from mpidl.shapes import same_padding
 
 
 def _spatial(node, x, size, transposed=False):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 from typing import Any, TypeAlias
 
-from mpidl.autodiff import Var
-from mpidl.blocks import Blocked
-from mpidl.fold import Partial
+from mpidl.core.blocks import Blocked
+from mpidl.core.fold import Partial
+from mpidl.core.tape import Var
 from mpidl.nn import Network
 from mpidl.nn.layers import Sigmoid, Softmax
 

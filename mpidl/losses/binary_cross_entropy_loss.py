@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpidl import ops
-from mpidl.autodiff import Var
-from mpidl.blocks import Blocked
+from mpidl.core.blocks import Blocked
+from mpidl.core.tape import Var
 from mpidl.data.target_counts import count_positives
 from mpidl.errors import UserError
 from mpidl.losses.base import LabelLoss, Sums

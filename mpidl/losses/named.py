@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from mpidl import ops
-from mpidl.autodiff import is_one_number
-from mpidl.blocks import Blocked
+from mpidl.core.blocks import Blocked
+from mpidl.core.grad import is_one_number
 from mpidl.errors import UserError
 from mpidl.losses.base import LabelLoss, Sums
 from mpidl.losses.binary_cross_entropy_loss import BinaryCrossEntropy

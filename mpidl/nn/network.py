@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 import numpy as np
 
 from mpidl import ops
-from mpidl.autodiff import Var, value_of
-from mpidl.blocks import Blocked, OneRank, from_images, share
+from mpidl.core.blocks import Blocked, OneRank, from_images, share
+from mpidl.core.tape import Var, value_of
 from mpidl.matlab_names import missing_attribute
 from mpidl.nn import construction, editing, graph, placement
 from mpidl.nn.layers import Conv2D, Layer, LayerContext, Softmax

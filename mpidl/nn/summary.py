@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpidl.blocks import LANES, blocks_of
+from mpidl.core.blocks import LANES, blocks_of
 from mpidl.nn.layers import Flatten
 from mpidl.text import aligned
 

@@ -6,8 +6,8 @@ import math
 from typing import Any, Literal
 
 from mpidl import backends
-from mpidl.autodiff.tape import Array, WithVjp, op
-from mpidl.blocks import Blocked
+from mpidl.core.blocks import Blocked
+from mpidl.core.tape import Array, WithVjp, op
 from mpidl.ops import check
 
 __all__ = ["clip", "gelu", "hard_sigmoid", "hard_swish", "leaky_relu", "prelu"]

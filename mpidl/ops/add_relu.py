@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from mpidl import backends
-from mpidl.autodiff.tape import WithVjp, op
-from mpidl.blocks import Blocked
-from mpidl.deferred import (
-    DeferredNormalization,
-    GradientWithSums,
-    SumOfCotangents,
-    addend,
-)
+from mpidl.core.blocks import Blocked
+from mpidl.core.deferred import DeferredNormalization, GradientWithSums, SumOfCotangents, addend
+from mpidl.core.tape import WithVjp, op
 
 
 @op(blocks=True)

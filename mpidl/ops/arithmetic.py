@@ -14,10 +14,10 @@ from typing import Any, Protocol, TypeVar, overload
 import numpy as np
 
 from mpidl import backends
-from mpidl.autodiff.tape import Operand, Var, WithVjp, op, value_of
-from mpidl.blocks import Blocked
-from mpidl.deferred import addend
-from mpidl.fold import Partial
+from mpidl.core.blocks import Blocked
+from mpidl.core.deferred import addend
+from mpidl.core.fold import Partial
+from mpidl.core.tape import Operand, Var, WithVjp, op, value_of
 from mpidl.ops.reductions import multiply_partial
 
 __all__ = [

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl import backends
-from mpidl.autodiff.tape import Array, WithVjp, op
-from mpidl.blocks import Blocked
-from mpidl.deferred import (
+from mpidl.core.blocks import Blocked
+from mpidl.core.deferred import (
     DeferredActivation,
     DeferredInput,
     DeferredNormalization,
@@ -21,6 +20,7 @@ from mpidl.deferred import (
     GradientWithSums,
     NormalizedInput,
 )
+from mpidl.core.tape import Array, WithVjp, op
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_arguments
 

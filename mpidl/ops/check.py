@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpidl import shapes
-from mpidl.blocks import Blocked
+from mpidl.core import shapes
+from mpidl.core.blocks import Blocked
 
 Pair: TypeAlias = tuple[int, int]  # (down, across)
 PairArgument: TypeAlias = int | Sequence[int]  # one integer for both axes, or (down, across)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mpidl import backends
-from mpidl.autodiff.tape import Var, WithVjp, op
-from mpidl.blocks import Blocked
-from mpidl.deferred import readable
+from mpidl.core.blocks import Blocked
+from mpidl.core.deferred import readable
+from mpidl.core.tape import Var, WithVjp, op
 from mpidl.ops import check
 
 __all__ = ["concat"]

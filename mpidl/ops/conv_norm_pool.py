@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from mpidl import backends
-from mpidl.autodiff.tape import Array, WithVjp, op
-from mpidl.blocks import Blocked
+from mpidl.core.blocks import Blocked
+from mpidl.core.shapes import conv2d_shape
+from mpidl.core.tape import Array, WithVjp, op
 from mpidl.ops import check, pool
 from mpidl.ops.conv import conv2d_arguments
 from mpidl.ops.lrn import check_window
-from mpidl.shapes import conv2d_shape
 
 
 @op(blocks=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from mpidl import backends
-from mpidl.autodiff.tape import Array, WithVjp, op
-from mpidl.blocks import LANES, Blocked
-from mpidl.deferred import DeferredActivation, GradientWithSums
+from mpidl.core.blocks import LANES, Blocked
+from mpidl.core.deferred import DeferredActivation, GradientWithSums
+from mpidl.core.tape import Array, WithVjp, op
 from mpidl.ops import check
 
 __all__ = ["dense", "flatten"]

@@ -9,10 +9,10 @@ from typing import Any, overload
 import numpy as np
 
 from mpidl import backends
-from mpidl.autodiff.tape import Var, WithVjp, op, value_of
 from mpidl.backends.training_interface import DiceRule
-from mpidl.blocks import Blocked
-from mpidl.fold import Partial
+from mpidl.core.blocks import Blocked
+from mpidl.core.fold import Partial
+from mpidl.core.tape import Var, WithVjp, op, value_of
 from mpidl.ops.label_checks import check_scores, label_lanes
 
 __all__ = ["dice_loss"]

@@ -6,9 +6,9 @@ import hashlib
 from typing import Any
 
 from mpidl import backends
-from mpidl.autodiff.tape import WithVjp, op
 from mpidl.backends.reference.dropout import CHANCES
-from mpidl.blocks import Blocked
+from mpidl.core.blocks import Blocked
+from mpidl.core.tape import WithVjp, op
 from mpidl.ops import check
 
 __all__ = ["dropout"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.blocks import LANES, Blocked
+from mpidl.core.blocks import LANES, Blocked
 from mpidl.ops import check
 
 

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 
 from mpidl import backends
-from mpidl.autodiff.tape import Var, WithVjp, op, value_of
 from mpidl.backends.training_interface import LabelRule
-from mpidl.blocks import Blocked
-from mpidl.fold import Partial
+from mpidl.core.blocks import Blocked
+from mpidl.core.fold import Partial
+from mpidl.core.tape import Var, WithVjp, op, value_of
 from mpidl.ops import check
 from mpidl.ops.label_checks import check_scores, label_lanes, squeezed
 from mpidl.ops.probabilities import is_soft, soft_correct_count, soft_cross_entropy

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mpidl import backends
-from mpidl.autodiff.tape import WithVjp, op
-from mpidl.blocks import Blocked
+from mpidl.core.blocks import Blocked
+from mpidl.core.tape import WithVjp, op
 from mpidl.ops import check
 
 __all__ = ["cross_channel_norm"]

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from mpidl import backends
-from mpidl.autodiff.tape import WithVjp, op
-from mpidl.blocks import Blocked
+from mpidl.core.blocks import Blocked
+from mpidl.core.tape import WithVjp, op
 from mpidl.ops import check
 
 __all__ = ["pad2d"]

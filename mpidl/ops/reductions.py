@@ -11,9 +11,9 @@ from typing import Literal, TypeAlias, overload
 import numpy as np
 
 from mpidl import backends
-from mpidl.autodiff.tape import Array, Var, WithVjp, op, refuse_gpu, value_of
-from mpidl.blocks import Blocked, zero_unused
-from mpidl.fold import Partial
+from mpidl.core.blocks import Blocked, zero_unused
+from mpidl.core.fold import Partial
+from mpidl.core.tape import Array, Var, WithVjp, op, refuse_gpu, value_of
 from mpidl.ops import check
 
 __all__ = ["mean", "sum"]

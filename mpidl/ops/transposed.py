@@ -6,10 +6,10 @@ import functools
 from collections.abc import Sequence
 
 from mpidl import backends
-from mpidl.autodiff.tape import Array, WithVjp, op
-from mpidl.blocks import Blocked
+from mpidl.core.blocks import Blocked
+from mpidl.core.shapes import same_cropping, transposed_conv2d_shape
+from mpidl.core.tape import Array, WithVjp, op
 from mpidl.ops import check
-from mpidl.shapes import same_cropping, transposed_conv2d_shape
 
 __all__ = ["transposed_conv2d"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl import fold
 from mpidl.backends.cpu.recording import Recorder
+from mpidl.core import fold
 from mpidl.errors import Fault
 from mpidl.performance.trace import AGREE, FINISH, Event
 

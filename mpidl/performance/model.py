@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidl import fold, keyed
-from mpidl.blocks import blocks_of
+from mpidl.core import fold, keyed
+from mpidl.core.blocks import blocks_of
 from mpidl.performance.network_fit import NetworkFit
 from mpidl.performance.simulation import Link, Network
 from mpidl.performance.trace import BUCKET, FINISH, Event

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidl import fold
-from mpidl.blocks import blocks_of
+from mpidl.core import fold
+from mpidl.core.blocks import blocks_of
 from mpidl.performance import simulation
 from mpidl.performance.links import COMBINES
 from mpidl.performance.simulation import Link, Network

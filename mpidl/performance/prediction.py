@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.blocks import blocks_of
+from mpidl.core.blocks import blocks_of
 from mpidl.performance.model import Model, Setting, most_blocks
 from mpidl.performance.simulation import Link
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidl.backends.cpu import builds
-from mpidl.blocks import LANES, blocks_of
 from mpidl.comm.reducer import BUCKET_BYTES
 from mpidl.comm.thread_budget import SHARED_CORES
+from mpidl.core.blocks import LANES, blocks_of
 from mpidl.data import MinibatchQueue, NodeCache
 from mpidl.errors import Fault, UserError
 from mpidl.performance import links

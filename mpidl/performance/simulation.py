@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidl import fold
 from mpidl.comm import exchange, host_memory, sum_plans
+from mpidl.core import fold
 
 SEGMENT = 64  # maximum number of simulated elements per rank; each may represent several elements
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.autodiff import value_of
-from mpidl.blocks import Blocked
+from mpidl.core.blocks import Blocked
+from mpidl.core.fold import Counter, Partial, Tree
+from mpidl.core.tape import value_of
 from mpidl.data.parts import PartedBatch, parts_of
 from mpidl.errors import UserError
-from mpidl.fold import Counter, Partial, Tree
 from mpidl.losses import label_loss
 from mpidl.nn import Network
 

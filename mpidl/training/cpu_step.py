@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl import attribute_changes, phases
+from mpidl import attribute_changes
 from mpidl.attribute_changes import CountingDict
-from mpidl.autodiff import value_and_grad
 from mpidl.backends import settings
 from mpidl.backends.cpu import arenas, builds, recording
 from mpidl.backends.cpu.planned_arena import Lifetimes, Plan, PlannedArena
-from mpidl.blocks import LANES, Batch, Blocked
 from mpidl.comm.unsummed_world import UnsummedWorld
+from mpidl.core import phases
+from mpidl.core.blocks import LANES, Batch, Blocked
+from mpidl.core.grad import value_and_grad
 from mpidl.losses import label_loss
 from mpidl.training.optimizers import Optimizer
 

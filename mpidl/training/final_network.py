@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidl.blocks import LANES
 from mpidl.comm.failure import Signals
+from mpidl.core.blocks import LANES
 from mpidl.data import MinibatchQueue
 from mpidl.data.parts import part_blocks
 from mpidl.nn import Network

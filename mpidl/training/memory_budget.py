@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.blocks import LANES, blocks_of
+from mpidl.core.blocks import LANES, blocks_of
+from mpidl.core.fold import split_blocks
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.pipeline import blocks_per_task
 from mpidl.evaluation import evaluate
-from mpidl.fold import split_blocks
 from mpidl.training import input_pipeline
 from mpidl.training.options.training_options import TrainingOptions
 

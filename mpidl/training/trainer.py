@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from mpidl import phases
 from mpidl.comm import World, survival
 from mpidl.comm.failure import Signals
+from mpidl.core import phases
 from mpidl.data import MinibatchQueue, NodeCache
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages

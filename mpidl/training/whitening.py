@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from mpidl import keyed, losses
-from mpidl.blocks import OneRank
+from mpidl import losses
+from mpidl.core import keyed
+from mpidl.core.blocks import OneRank
 from mpidl.data.array_datastore import as_datastore
 from mpidl.data.checks import read_images
 from mpidl.data.datastore import Datastore

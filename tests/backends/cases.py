@@ -19,8 +19,8 @@ from conformance import (
 )
 from training_cases import training_table
 
-from mpidl import shapes
-from mpidl.deferred import DeferredInput, NormalizedInput
+from mpidl.core import shapes
+from mpidl.core.deferred import DeferredInput, NormalizedInput
 
 CPU = ("cpu",)
 NO_PADDING, PADDING_1, UNIT = ((0, 0), (0, 0)), ((1, 1), (1, 1)), (1, 1)

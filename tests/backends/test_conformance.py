@@ -37,8 +37,8 @@ from mpidl.backends import CPU, REFERENCE, settings
 from mpidl.backends.gather import FUNCTIONS
 from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.interface import HOST
-from mpidl.blocks import LANES
-from mpidl.fold import Partial
+from mpidl.core.blocks import LANES
+from mpidl.core.fold import Partial
 
 BY_NAME = {str(case): case for case in CASES}
 

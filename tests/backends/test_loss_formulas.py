@@ -15,7 +15,7 @@ from mpidl.backends import CPU, REFERENCE
 from mpidl.backends.gpu import array
 from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.training_interface import BinaryRule, DiceRule, LabelRule
-from mpidl.blocks import LANES
+from mpidl.core.blocks import LANES
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, for NaN
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import simulator
 
-from mpidl import fold, keyed
-from mpidl.blocks import LANES, share
 from mpidl.comm import World, exchange
 from mpidl.comm.reducer import Reducer
-from mpidl.fold import Counter
+from mpidl.core import fold, keyed
+from mpidl.core.blocks import LANES, share
+from mpidl.core.fold import Counter
 from mpidl.performance.simulation import Simulation
 
 WIDTH = 37

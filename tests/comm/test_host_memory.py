@@ -12,15 +12,15 @@ from cpu_builds import needs_kernels
 from test_exchange import leaves_of, partial_of, tree_sum, trees_of, wide
 
 import mpidl as dl
-from mpidl import fold
 from mpidl.backends.cpu import builds
-from mpidl.blocks import LANES, share
 from mpidl.comm import World, exchange, host_memory, messaging, sum_plans, sum_queue
 from mpidl.comm.host_memory import HostMemory
 from mpidl.comm.reducer import Reducer
 from mpidl.comm.sum_plans import KINDS
 from mpidl.comm.sum_queue import HostSum, SumQueue
-from mpidl.fold import Counter
+from mpidl.core import fold
+from mpidl.core.blocks import LANES, share
+from mpidl.core.fold import Counter
 
 pytestmark = needs_kernels
 FLOATS, DOUBLES = np.dtype("f4"), np.dtype("f8")

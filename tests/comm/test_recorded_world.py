@@ -9,8 +9,8 @@ from mpidl.backends.cpu import arenas, builds
 from mpidl.backends.cpu.call import partial_of_rows
 from mpidl.backends.cpu.program import Calls
 from mpidl.backends.cpu.recording import Recorder
-from mpidl.blocks import share
 from mpidl.comm.recorded_world import RecordedWorld
+from mpidl.core.blocks import share
 
 pytestmark = needs_kernels
 IMAGES, WIDTH = 60, 4  # 60 images are 4 blocks, so some ranks may have no block

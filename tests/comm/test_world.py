@@ -12,8 +12,8 @@ import mpidl as dl
 from mpidl.comm import World
 from mpidl.comm.thread_budget import available_cores
 from mpidl.comm.transport import Transport
+from mpidl.core.fold import replicated
 from mpidl.errors import FolderInUse, LostLock, StorageFault, UserError
-from mpidl.fold import replicated
 
 
 def test_ranks_are_numbered_once(world):

@@ -9,7 +9,7 @@ from image_sets import refusal
 from limits import settled
 from single_rank import numbers
 
-from mpidl.blocks import LANES, blocks_of
+from mpidl.core.blocks import LANES, blocks_of
 from mpidl.data import ArrayDatastore, Augmenter, MinibatchQueue, queue
 from mpidl.data.datastore import Datastore
 from mpidl.data.transforms.normalize import Normalization

@@ -7,7 +7,7 @@ import pool
 import pytest
 from launcher import ROOT
 
-from mpidl import keyed
+from mpidl.core import keyed
 
 
 @pytest.fixture(scope="module")

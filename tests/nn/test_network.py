@@ -10,7 +10,7 @@ from network_steps import conv_norm_relu, in_float64, model_loss, step
 from single_rank import all_images, blocked, numbers
 
 import mpidl as dl
-from mpidl import keyed
+from mpidl.core import keyed
 from mpidl.nn import zoo
 
 # SHA-256 of the initial learnables of the digits network with seed 0

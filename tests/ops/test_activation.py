@@ -8,7 +8,7 @@ from op_references import Case, OpChecks, by_pixel, softmax_reference, torch_fun
 from single_rank import all_images, blocked, numbers
 
 import mpidl as dl
-from mpidl.autodiff import tape
+from mpidl.core import tape
 
 
 def softmax_of_pixels_reference(x):

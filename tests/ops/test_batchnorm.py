@@ -6,7 +6,7 @@ from op_references import Case, OpChecks
 from single_rank import SingleRank, all_images, blocked, numbers
 
 import mpidl as dl
-from mpidl.autodiff import tape
+from mpidl.core import tape
 
 GAMMA, BETA = np.array([1.5, 0.5, -1.0]), np.array([0.0, 2.0, 0.25])
 COUNTS = (5, 37, 80)

@@ -7,7 +7,7 @@ from single_rank import all_images, blocked, numbers
 
 import mpidl as dl
 from mpidl import ops
-from mpidl.autodiff import tape
+from mpidl.core import tape
 
 WEIGHTS = [0.5, 1.0, 3.0]
 

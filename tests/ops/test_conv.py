@@ -5,7 +5,7 @@ from op_references import Case, OpChecks
 from single_rank import blocked, numbers
 
 import mpidl as dl
-from mpidl.autodiff import tape
+from mpidl.core import tape
 from mpidl.ops.check import as_pair
 
 

@@ -6,7 +6,7 @@ from op_references import Case, OpChecks, softmax_reference, torch_functions
 from single_rank import all_images, blocked, numbers
 
 import mpidl as dl
-from mpidl.autodiff import tape
+from mpidl.core import tape
 
 WEIGHTS = [0.0, 1.0, 2.0, 1.0, 1.5, 0.25]
 

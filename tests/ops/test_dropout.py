@@ -6,7 +6,7 @@ from op_references import IDLE_RANK, assert_zero_unused
 from single_rank import SingleRank, all_images, blocked, numbers
 
 import mpidl as dl
-from mpidl.autodiff import tape
+from mpidl.core import tape
 
 
 def dropped(world, x, probability=0.5, key="dropout", **batch):

@@ -6,7 +6,7 @@ from op_references import Case, OpChecks, torch_functions
 from single_rank import all_images, blocked, numbers
 
 import mpidl as dl
-from mpidl.autodiff import tape
+from mpidl.core import tape
 
 
 def norm_reference(x, before, after, a, beta, k):

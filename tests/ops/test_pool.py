@@ -6,8 +6,8 @@ from op_references import Case, OpChecks, assert_zero_unused, torch_functions
 from single_rank import all_images, blocked, numbers
 
 import mpidl as dl
-from mpidl.autodiff import tape
-from mpidl.blocks import LANES
+from mpidl.core import tape
+from mpidl.core.blocks import LANES
 from mpidl.ops.check import as_pair
 
 # {name: (shape (C, H, W) of an image, arguments of the op)}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mpidl import fold, keyed
+from mpidl.core import fold, keyed
 from mpidl.performance import prediction, probe
 from mpidl.performance.links import SIZES
 from mpidl.performance.model import Model, most_blocks, rounds_of_blocks

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mpidl import fold
 from mpidl.comm import exchange
+from mpidl.core import fold
 from mpidl.performance import simulation
 from mpidl.performance.simulation import Link, Network, Simulation
 

@@ -20,9 +20,9 @@ from mpidl.backends.gpu import array
 from mpidl.backends.gpu.array import Array
 from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.interface import FUSED, Backend
-from mpidl.blocks import LANES
-from mpidl.deferred import DeferredInput, NormalizedInput
-from mpidl.fold import Partial, Tree, fold_nodes, merge_moments
+from mpidl.core.blocks import LANES
+from mpidl.core.deferred import DeferredInput, NormalizedInput
+from mpidl.core.fold import Partial, Tree, fold_nodes, merge_moments
 
 BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, GPU)}
 LAST = 9  # number of images in the last block

@@ -7,7 +7,7 @@ import pytest
 
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
-from mpidl.fold import Partial
+from mpidl.core.fold import Partial
 
 # With 3 threads, teams of threads share images, and teams may differ by one thread. The slow part
 # `threads` uses more numbers of threads.

@@ -9,8 +9,8 @@ import pytest
 from single_rank import SingleRank, all_images, blocked, numbers
 
 import mpidl as dl
-from mpidl.autodiff import tape
-from mpidl.blocks import LANES, zero_unused
+from mpidl.core import tape
+from mpidl.core.blocks import LANES, zero_unused
 
 IDLE_RANK = SimpleNamespace(rank=1, size=2)  # has no images if there is only one block
 

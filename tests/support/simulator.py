@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpidl import fold
+from mpidl.core import fold
 from mpidl.performance.simulation import Simulation
 
 

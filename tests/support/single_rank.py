@@ -3,7 +3,7 @@
 import numpy as np
 
 import mpidl as dl
-from mpidl import keyed
+from mpidl.core import keyed
 
 
 class SingleRank:

@@ -5,10 +5,10 @@ import pytest
 from short_training import CLASSES, SIDE, pictures, small, trained
 
 import mpidl as dl
-from mpidl.blocks import OneRank
+from mpidl.core.blocks import OneRank
+from mpidl.core.fold import Tree
 from mpidl.data.parts import part_blocks, parts_of, share_parts
 from mpidl.errors import UserError
-from mpidl.fold import Tree
 from mpidl.losses import CrossEntropy
 from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files.model_file import weights_sha256

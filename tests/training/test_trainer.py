@@ -11,7 +11,7 @@ from image_sets import refusal
 from short_training import SIDE, pictures, small, trained
 
 import mpidl as dl
-from mpidl.blocks import LANES
+from mpidl.core.blocks import LANES
 from mpidl.data import partition
 from mpidl.data.datastore import Derived
 from mpidl.errors import UserError

@@ -7,7 +7,7 @@ import numpy as np
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.batchnorm import channel_sums, sizes
 from mpidl.backends.cpu.builds import kernels
-from mpidl.blocks import LANES
+from mpidl.core.blocks import LANES
 
 
 def _by_element(function, *arrays, scale=()):

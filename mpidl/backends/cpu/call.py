@@ -4,8 +4,8 @@ import functools
 
 import numpy as np
 
-from mpidl.deferred import DeferredInput
-from mpidl.fold import Partial, Term, add
+from mpidl.core.deferred import DeferredInput
+from mpidl.core.fold import Partial, Term, add
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,14 +5,14 @@ import math
 
 import numpy as np
 
-from mpidl import shapes
 from mpidl.backends import settings
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import nodes_of, partial_of_rows, per_channel, source_of, tree_of
-from mpidl.blocks import LANES
-from mpidl.deferred import NormalizedInput
-from mpidl.fold import Partial, Term, add, merge_moments
+from mpidl.core import shapes
+from mpidl.core.blocks import LANES
+from mpidl.core.deferred import NormalizedInput
+from mpidl.core.fold import Partial, Term, add, merge_moments
 
 # Minimum numbers of channels for Winograd's algorithm:
 SAVING = 8  # in gradients and, with "fast" and filters larger than 3x3, in forward passes

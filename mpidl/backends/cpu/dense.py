@@ -5,7 +5,7 @@ import numpy as np
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import nodes_of, partial_of_rows, per_channel, source_of, tree_of
-from mpidl.blocks import LANES
+from mpidl.core.blocks import LANES
 
 FEW = 16  # maximum number of outputs for which one pass over x computes all gradients
 

@@ -9,10 +9,10 @@ import functools
 
 import numpy as np
 
-from mpidl import keyed
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
-from mpidl.blocks import LANES, blocks_of
+from mpidl.core import keyed
+from mpidl.core.blocks import LANES, blocks_of
 
 
 def images(

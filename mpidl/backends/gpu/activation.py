@@ -4,7 +4,7 @@ import math
 
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.batchnorm import channel_sums, cotangent_like
-from mpidl.blocks import LANES
+from mpidl.core.blocks import LANES
 
 THREADS = 256  # threads per CUDA block, as in both .cu files
 

@@ -18,7 +18,7 @@ from mpidl.backends.gpu import launching
 from mpidl.backends.gpu.launching import Array as Array
 from mpidl.backends.gpu.launching import empty as empty
 from mpidl.backends.gpu.launching import empty_like as empty_like
-from mpidl.blocks import LANES
+from mpidl.core.blocks import LANES
 
 IMAGES = (0, 4, 2, 3, 1)  # memory order of the axes (blocks, C, H, W, 16)
 VALUES = (0, 2, 1)  # memory order of the axes (blocks, F, 16)

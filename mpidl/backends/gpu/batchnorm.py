@@ -7,9 +7,9 @@ import math
 
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.fold import partial_of_leaves
-from mpidl.blocks import LANES
-from mpidl.deferred import DeferredInput, NormalizedInput
-from mpidl.fold import add, merge_moments
+from mpidl.core.blocks import LANES
+from mpidl.core.deferred import DeferredInput, NormalizedInput
+from mpidl.core.fold import add, merge_moments
 
 THREADS = 256  # threads per block, as in batchnorm.cu
 CHANNELS = 128  # maximum number of channels per block of threads

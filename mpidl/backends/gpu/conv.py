@@ -11,10 +11,10 @@ import functools
 import math
 from typing import NamedTuple
 
-from mpidl import shapes
 from mpidl.backends import settings
 from mpidl.backends.gpu import activation, array, batchnorm, conv_direct, fold, launching
-from mpidl.blocks import LANES
+from mpidl.core import shapes
+from mpidl.core.blocks import LANES
 
 # Depth of a tile in shared memory (BK in the kernels), along the axis that a matrix product sums
 # over: filter elements (r, s, c) in conv_gemm, pixels in conv_dweight.

@@ -10,9 +10,9 @@ import math
 
 import numpy as np
 
-from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
-from mpidl.blocks import LANES
+from mpidl.core import shapes
+from mpidl.core.blocks import LANES
 
 # Rows and columns of a tile, and threads per CTA (thread block), as in conv_direct.cu.
 ROWS, COLUMNS, THREADS = 64, 32, 256

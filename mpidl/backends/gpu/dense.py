@@ -13,9 +13,9 @@ import numpy as np
 from mpidl.backends.gpu import array, fold, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.backends.gpu.batchnorm import activation_sums, channel_sums, read
-from mpidl.blocks import LANES
-from mpidl.deferred import DeferredInput
-from mpidl.fold import Partial, Term, add
+from mpidl.core.blocks import LANES
+from mpidl.core.deferred import DeferredInput
+from mpidl.core.fold import Partial, Term, add
 
 THREADS = 128  # threads per block, as in dense.cu
 TILE = 64  # number of images in a tile, and number of outputs or features in a tile

@@ -5,7 +5,7 @@ import numpy as np
 from mpidl.backends.gpu import array, fold, launching
 from mpidl.backends.gpu.loss import by_image, pixels_of, scale_of
 from mpidl.backends.training_interface import PLAIN_DICE
-from mpidl.blocks import LANES
+from mpidl.core.blocks import LANES
 
 THREADS = 256
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.launching import THREADS, WORD
-from mpidl.fold import Late
+from mpidl.core.fold import Late
 
 
 def scaled(x, factor):

@@ -1,18 +1,18 @@
 """Fold sums over images on the GPU, with the same bytes as on the host.
 
-`mpidl.fold` defines the reduction tree. Leaves are sums over a block of 16 images, nodes are sums
-of leaves, and the root is the total. On the GPU, a leaf may also be the sum over a part of a block.
-In this case the number of leaves per block is a power of two, so the tree above the blocks does not
-change. The bytes do not depend on how threads divide the work, so the division may depend on the
-number of images of this rank.
+`mpidl.core.fold` defines the reduction tree. Leaves are sums over a block of 16 images, nodes are
+sums of leaves, and the root is the total. On the GPU, a leaf may also be the sum over a part of a
+block. In this case the number of leaves per block is a power of two, so the tree above the blocks
+does not change. The bytes do not depend on how threads divide the work, so the division may depend
+on the number of images of this rank.
 """
 
 import numpy as np
 
 from mpidl.backends.gpu import launching
 from mpidl.backends.gpu.array import Array
-from mpidl.device_array import OnDevice
-from mpidl.fold import Partial, Term, add, merge_moments
+from mpidl.core.device_array import OnDevice
+from mpidl.core.fold import Partial, Term, add, merge_moments
 
 # {kind of sum: maximum number of leaves that one launch can fold into a node}.
 LEAVES = {"float": 1 << 16, "double": 1 << 16, "moments": 1 << 10}

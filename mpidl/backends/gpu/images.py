@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.array import Array
-from mpidl.blocks import LANES, blocks_of
+from mpidl.core.blocks import LANES, blocks_of
 
 THREADS, PER_THREAD = 256, 4  # threads per CUDA thread block; elements per thread
 

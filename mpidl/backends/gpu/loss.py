@@ -12,8 +12,8 @@ import numpy as np
 from mpidl.backends.gpu import array, fold, launching
 from mpidl.backends.gpu.dense import rows_of
 from mpidl.backends.training_interface import PLAIN, PLAIN_BINARY
-from mpidl.blocks import LANES
-from mpidl.fold import Late
+from mpidl.core.blocks import LANES
+from mpidl.core.fold import Late
 
 ROWS = 16  # rows of scores per block of threads, one per warp
 THREADS = 32 * ROWS

@@ -6,7 +6,7 @@ import itertools
 from functools import partial
 from typing import Any
 
-from mpidl import phases
+from mpidl.core import phases
 
 
 class ProgramTimes:

@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from mpidl.backends.gpu import elementwise, fold, launching
-from mpidl.blocks import LANES
-from mpidl.fold import Late, Partial
+from mpidl.core.blocks import LANES
+from mpidl.core.fold import Late, Partial
 
 # Maximum size in bytes of the nodes that a GPU gathers from all ranks. Larger nodes are exchanged
 # through host memory, where each rank sums a part of each node (`comm.exchange`).

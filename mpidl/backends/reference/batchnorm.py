@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from mpidl.deferred import DeferredInput
-from mpidl.fold import Counter, merge_moments
+from mpidl.core.deferred import DeferredInput
+from mpidl.core.fold import Counter, merge_moments
 
 
 def channel_sums(x, tree):

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from mpidl import shapes
 from mpidl.backends.reference.batchnorm import channel_sums
-from mpidl.fold import Counter
+from mpidl.core import shapes
+from mpidl.core.fold import Counter
 
 
 class _Columns:

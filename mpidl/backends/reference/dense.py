@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpidl.backends.reference.batchnorm import channel_sums
-from mpidl.fold import Counter
+from mpidl.core.fold import Counter
 
 
 def dense(x, weight, bias):

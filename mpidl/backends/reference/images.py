@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from mpidl import keyed
-from mpidl.blocks import LANES, blocks_of
+from mpidl.core import keyed
+from mpidl.core.blocks import LANES, blocks_of
 
 
 def images(

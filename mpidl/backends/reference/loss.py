@@ -6,7 +6,7 @@ The module `backends.training_interface` documents the functions.
 import numpy as np
 
 from mpidl.backends.training_interface import PLAIN, PLAIN_BINARY
-from mpidl.fold import Counter
+from mpidl.core.fold import Counter
 
 
 def softmax(logits):

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from mpidl import shapes
+from mpidl.core import shapes
 
 
 def _places(x_shape, size, stride, padding):

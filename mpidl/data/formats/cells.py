@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpidl import keyed
+from mpidl.core import keyed
 from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats.format import OpenOptions, World, format_of_parts
 from mpidl.errors import UserError

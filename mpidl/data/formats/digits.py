@@ -30,7 +30,7 @@ import warnings
 
 import numpy as np
 
-from mpidl import keyed
+from mpidl.core import keyed
 from mpidl.data.datastore import counted
 from mpidl.data.formats.digit_glyphs import FACES, segments
 from mpidl.data.formats.folder import ImageFolder

@@ -9,7 +9,7 @@ import numpy as np
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.images import images, targets
 from mpidl.backends.gpu.program import ROWS
-from mpidl.blocks import LANES, Blocked, share
+from mpidl.core.blocks import LANES, Blocked, share
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.feed import Feed, FeedBuilder, label_bounds
 from mpidl.data.queue import MinibatchQueue

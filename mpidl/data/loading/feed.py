@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidl.blocks import LANES, Batch, Blocked, blocks_of
+from mpidl.core.blocks import LANES, Batch, Blocked, blocks_of
 from mpidl.data.loading.bad_images import Unreadable
 from mpidl.data.loading.pipeline import Pipeline
 from mpidl.data.loading.workers import Job

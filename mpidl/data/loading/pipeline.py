@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl import backends
-from mpidl.blocks import LANES
+from mpidl.core.blocks import LANES
 from mpidl.data.checks import check_below, check_finite, read_images, read_targets
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import unreadable

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl import backends
-from mpidl.blocks import LANES
+from mpidl.core.blocks import LANES
 from mpidl.data.transforms import draws
 from mpidl.errors import UserError
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from mpidl import fold
-from mpidl.blocks import LANES, OneRank, blocks_of
+from mpidl.core import fold
+from mpidl.core.blocks import LANES, OneRank, blocks_of
 from mpidl.data.checks import read_images
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
@@ -388,7 +388,7 @@ def statistics(datastore: Datastore, world: Any = None) -> Statistics:
     """Compute the statistics of all images of a set. Collective.
 
     Each image is read once, by one rank. The result does not depend on the number of ranks: sums of
-    uint8 pixels are exact integers, and `mpidl.fold` adds floats in blocks of 16 images.
+    uint8 pixels are exact integers, and `mpidl.core.fold` adds floats in blocks of 16 images.
 
     Parameters
     ----------

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from mpidl import keyed
 from mpidl.attribute_changes import CountsChanges
-from mpidl.autodiff import Var
-from mpidl.blocks import Blocked
+from mpidl.core import keyed
+from mpidl.core.blocks import Blocked
+from mpidl.core.tape import Var
 from mpidl.matlab_names import explain_arguments
 from mpidl.ops import check
 

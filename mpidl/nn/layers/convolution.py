@@ -8,6 +8,7 @@ from dataclasses import field
 from typing import Literal, get_args
 
 from mpidl import ops
+from mpidl.core.shapes import conv2d_shape, transposed_conv2d_shape
 from mpidl.nn.layers.base import (
     STORED,
     Built,
@@ -21,7 +22,6 @@ from mpidl.nn.layers.base import (
 )
 from mpidl.ops import check
 from mpidl.ops.transposed import same_or_crops
-from mpidl.shapes import conv2d_shape, transposed_conv2d_shape
 
 __all__ = ["Conv2D", "TransposedConv2D"]
 

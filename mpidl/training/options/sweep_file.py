@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidl import keyed
+from mpidl.core import keyed
 from mpidl.data.storage.settings import check_url
 from mpidl.errors import UserError
 from mpidl.files import read_toml

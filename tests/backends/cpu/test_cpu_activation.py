@@ -8,7 +8,7 @@ from cpu_builds import needs_kernels, on_all_builds
 
 from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
-from mpidl.blocks import LANES
+from mpidl.core.blocks import LANES
 
 pytestmark = needs_kernels
 

@@ -15,9 +15,9 @@ from single_rank import SingleRank, blocked, numbers
 import mpidl as dl
 from mpidl.backends import CPU as cpu
 from mpidl.backends.cpu import builds, dense
-from mpidl.blocks import LANES
-from mpidl.deferred import DeferredActivation, DeferredInput
-from mpidl.fold import Counter, Tree
+from mpidl.core.blocks import LANES
+from mpidl.core.deferred import DeferredActivation, DeferredInput
+from mpidl.core.fold import Counter, Tree
 
 pytestmark = needs_kernels
 
@@ -199,7 +199,7 @@ from pathlib import Path
 import numpy as np
 
 from mpidl.backends import CPU as cpu
-from mpidl.fold import Tree
+from mpidl.core.fold import Tree
 
 def megabytes(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -8,8 +8,8 @@ from single_rank import SingleRank, numbers
 from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends.cpu import builds
-from mpidl.blocks import LANES
-from mpidl.fold import Tree
+from mpidl.core.blocks import LANES
+from mpidl.core.fold import Tree
 
 pytestmark = needs_kernels
 

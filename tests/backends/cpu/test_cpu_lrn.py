@@ -5,9 +5,9 @@ import pytest
 from cases import NORMALIZED_POOLS, NORMS
 from cpu_builds import needs_kernels
 
-from mpidl import fold
 from mpidl.backends import CPU as cpu
-from mpidl.blocks import LANES
+from mpidl.core import fold
+from mpidl.core.blocks import LANES
 
 
 @needs_kernels

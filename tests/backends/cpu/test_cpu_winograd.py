@@ -14,7 +14,7 @@ from single_rank import numbers
 from mpidl.backends import CPU as cpu
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
-from mpidl.blocks import LANES
+from mpidl.core.blocks import LANES
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,7 +7,7 @@ from cpu_builds import BUILDS, on_all_builds
 from mpidl.backends import CPU, REFERENCE
 from mpidl.backends.gpu import array
 from mpidl.backends.gpu.backend import GPU
-from mpidl.blocks import LANES
+from mpidl.core.blocks import LANES
 
 
 def arguments(limit, count):

@@ -5,11 +5,11 @@ import pytest
 
 import mpidl as dl
 from mpidl import backends
-from mpidl.autodiff.tape import Var
 from mpidl.backends.gpu import array
 from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.gpu.sums import Counts
-from mpidl.blocks import LANES, Blocked, OneRank, share
+from mpidl.core.blocks import LANES, Blocked, OneRank, share
+from mpidl.core.tape import Var
 
 
 @pytest.fixture

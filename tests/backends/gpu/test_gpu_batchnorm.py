@@ -9,13 +9,13 @@ from cases import CHANNELS
 from conformance import arguments, share
 from test_conformance import BY_NAME
 
-from mpidl import fold
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import activation as activations
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.backends.gpu.backend import GPU
-from mpidl.blocks import LANES
-from mpidl.deferred import DeferredInput
+from mpidl.core import fold
+from mpidl.core.blocks import LANES
+from mpidl.core.deferred import DeferredInput
 
 
 def tree(blocks):

@@ -12,8 +12,8 @@ from test_conformance import BY_NAME
 from mpidl.backends import settings
 from mpidl.backends.gpu import array, conv, conv_direct, launching
 from mpidl.backends.gpu.backend import GPU
-from mpidl.blocks import LANES
-from mpidl.fold import Tree
+from mpidl.core.blocks import LANES
+from mpidl.core.fold import Tree
 
 SOME_LAYERS = "3x3", "3x3 of three channels", "unequal in both directions"
 SLOW = pytest.mark.slow("gpu")

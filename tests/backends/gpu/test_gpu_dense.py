@@ -12,8 +12,8 @@ from single_rank import numbers
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array, dense, launching
 from mpidl.backends.gpu.array import Array
-from mpidl.blocks import LANES
-from mpidl.fold import Counter, Tree
+from mpidl.core.blocks import LANES
+from mpidl.core.fold import Counter, Tree
 
 ALL, ONLY_DX, ONLY_DWEIGHT = (True, True, True), (1, 0, 0), (0, 1, 0)
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mpidl import fold
 from mpidl.backends.gpu import array, elementwise, launching
+from mpidl.core import fold
 
 TYPES = pytest.mark.parametrize("dtype", ["f4", "f8"])
 

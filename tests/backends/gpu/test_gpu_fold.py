@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from mpidl import fold
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu import fold as gpu_fold
+from mpidl.core import fold
 
 KINDS = {
     "float": (fold.add, "f4"),

@@ -5,7 +5,7 @@ import pytest
 
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array, images, launching
-from mpidl.blocks import LANES, blocks_of
+from mpidl.core.blocks import LANES, blocks_of
 
 NO_INDEX = 1 << 30  # invalid index for unused images
 

@@ -10,11 +10,11 @@ import pytest
 from single_rank import numbers
 
 import mpidl as dl
-from mpidl.autodiff import tape
 from mpidl.backends.gpu import array, launching, loss
 from mpidl.backends.gpu.sums import Counts
-from mpidl.blocks import LANES, OneRank
-from mpidl.fold import Late, Tree
+from mpidl.core import tape
+from mpidl.core.blocks import LANES, OneRank
+from mpidl.core.fold import Late, Tree
 
 
 def single_rank_tree(blocks):

@@ -5,10 +5,10 @@ from collections import defaultdict
 import numpy as np
 from emulator import EmulatedDevice
 
-from mpidl import fold
 from mpidl.backends import settings
 from mpidl.backends.gpu import array, conv, kernels, launching, pool
-from mpidl.blocks import LANES
+from mpidl.core import fold
+from mpidl.core.blocks import LANES
 
 PROCESSORS = {"sm_70": 80, "sm_75": 40, "sm_80": 108, "sm_90": 132}  # V100, T4, A100, H200
 UNPADDED, PADDED = ((0, 0), (0, 0)), ((1, 1), (1, 1))

@@ -8,7 +8,7 @@ import pytest
 from image_sets import refusal
 
 import mpidl as dl
-from mpidl import keyed
+from mpidl.core import keyed
 
 module = importlib.import_module("mpidl.data.formats.cells")
 # hash of images 0 to 9, each followed by its instances as little-endian int32

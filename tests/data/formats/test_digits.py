@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from mpidl import keyed
+from mpidl.core import keyed
 from mpidl.data import ArrayDatastore
 from mpidl.data.formats.digit_glyphs import FACES, segments
 from mpidl.errors import UserError

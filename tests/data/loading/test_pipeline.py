@@ -5,7 +5,7 @@ import pytest
 from image_sets import refusal
 
 import mpidl as dl
-from mpidl import keyed
+from mpidl.core import keyed
 from mpidl.data.loading.pipeline import SampleKeys
 
 

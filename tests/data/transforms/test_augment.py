@@ -8,7 +8,8 @@ import pytest
 from image_sets import pixels_of, refusal
 
 import mpidl as dl
-from mpidl import backends, keyed
+from mpidl import backends
+from mpidl.core import keyed
 from mpidl.data.transforms.augment import PURPOSE
 from mpidl.data.transforms.draws import sine_cosine
 from mpidl.training import input_pipeline

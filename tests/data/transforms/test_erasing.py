@@ -5,7 +5,7 @@ import pytest
 from image_sets import pixels_of, refusal
 
 import mpidl as dl
-from mpidl import keyed
+from mpidl.core import keyed
 from mpidl.data.transforms import erasing
 
 AREA, ASPECT = (0.1, 0.3), (0.5, 2.0)

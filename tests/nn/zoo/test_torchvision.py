@@ -5,7 +5,7 @@ import pytest
 from image_sets import pixels_of
 
 import mpidl as dl
-from mpidl import keyed
+from mpidl.core import keyed
 from mpidl.nn import zoo
 from mpidl.nn.zoo import torchvision
 

@@ -15,7 +15,7 @@ import pytest
 from cpu_builds import needs_kernels
 
 import mpidl as dl
-from mpidl import keyed
+from mpidl.core import keyed
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text())

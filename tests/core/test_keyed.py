@@ -5,8 +5,9 @@ import hashlib
 import numpy as np
 import pytest
 
-from mpidl import backends, keyed
+from mpidl import backends
 from mpidl.backends import REFERENCE as reference
+from mpidl.core import keyed
 
 MASK = (1 << 64) - 1
 

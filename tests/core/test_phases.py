@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from mpidl import phases
+from mpidl.core import phases
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mpidl as dl
-from mpidl import blocks, keyed
-from mpidl.blocks import LANES
+from mpidl.core import blocks, keyed
+from mpidl.core.blocks import LANES
 
 
 def ranks(size):

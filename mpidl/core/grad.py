@@ -9,10 +9,10 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, ov
 
 import numpy as np
 
-from mpidl import phases
-from mpidl.autodiff.tape import Var, backward, batch_of, value_of, zeros_like
-from mpidl.blocks import Blocked
-from mpidl.fold import Partial, replicated
+from mpidl.core import phases
+from mpidl.core.blocks import Blocked
+from mpidl.core.fold import Partial, replicated
+from mpidl.core.tape import Var, backward, batch_of, value_of, zeros_like
 
 
 class Reducing(Protocol):
@@ -109,7 +109,7 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
         Raised by the returned function if the loss is not a scalar.
     """
 
-    def run(model, *args, **options):
+    def run(model: Any, *args: Any, **options: Any) -> Any:
         network = hasattr(model, "bind")
         with phases.span("forward"):
             learnables = model.trainable if network else model
@@ -140,12 +140,13 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
                 )
         with phases.span("sums of gradients"):
             if reducer:
-                computed = {leaves.get(name): g for name, g in reducer.finish().items()}
+                sums = reducer.finish().items()
+                computed = {leaves[name]: g for name, g in sums if name in leaves}
             gradients = {
                 name: computed[leaf] if leaf in computed else zeros_like(leaf.value)
                 for name, leaf in leaves.items()
             }
-        if reducer:
+        if reduce is not None:
             partials = {i: v for i, v in enumerate(value) if isinstance(v, Partial)}
             with phases.span("sum of the loss"):
                 for i, v in reduce.gplus(partials).items():
@@ -153,17 +154,17 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
         else:
             value[0] = _as_partial(value[0])
             gradients = {name: _as_partial(g) for name, g in gradients.items()}
-        value = tuple(value) if isinstance(result, tuple) else value[0]
-        return (value, gradients, traced.state) if network else (value, gradients)
+        returned = tuple(value) if isinstance(result, tuple) else value[0]
+        return (returned, gradients, traced.state) if network else (returned, gradients)
 
     return run
 
 
-def _as_partial(value):
+def _as_partial(value: Any) -> Partial:
     return value if isinstance(value, Partial) else replicated(value)
 
 
-def _note_images(model, args):
+def _note_images(model: Bindable, args: tuple[Any, ...]) -> None:
     """Set the function and the normalization of the queue whose images train the network.
 
     A queue without a normalization divides pixels by 255. If the network expects something else,

@@ -44,11 +44,11 @@ from typing import (
 
 import numpy as np
 
-from mpidl import phases
-from mpidl.blocks import Batch, Blocked, from_images
-from mpidl.deferred import SumOfCotangents
-from mpidl.device_array import is_device_array
-from mpidl.fold import Counter, Partial
+from mpidl.core import phases
+from mpidl.core.blocks import Batch, Blocked, from_images
+from mpidl.core.deferred import SumOfCotangents
+from mpidl.core.device_array import is_device_array
+from mpidl.core.fold import Counter, Partial
 
 Needs: TypeAlias = tuple[bool, ...]  # for each positional argument, whether to compute a cotangent
 
@@ -226,7 +226,9 @@ def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = Fal
     return wrapped
 
 
-def _by_block(name, forward, values, options):
+def _by_block(
+    name: str, forward: Callable[..., WithVjp[Any]], values: list[Any], options: dict[str, Any]
+) -> WithVjp[Any]:
     """Run an op on plain arrays once per block of this rank, or once if no argument is blocked."""
     if any(isinstance(v, Partial) for v in values):
         raise TypeError(
@@ -251,9 +253,9 @@ def _by_block(name, forward, values, options):
         local = np.concatenate([np.asarray(y) for y, _ in results])
     else:
         local = _empty_result(name, forward, values, options)
-    vjps = [vjp for _, vjp in results]
+    vjps: list[Vjp | None] = [vjp for _, vjp in results]
 
-    def vjp(dy, needs):
+    def whole_vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         columns: list[Any] = []
         for i, v in enumerate(values):
             if not needs[i]:
@@ -263,6 +265,7 @@ def _by_block(name, forward, values, options):
             else:
                 columns.append(Counter(batch.tree))
         for b, block_vjp in enumerate(vjps):
+            assert block_vjp is not None  # `backward` plays a tape back only once
             args = [v.block(b) if isinstance(v, Blocked) else v for v in values]
             cotangents = _check_cotangents(name, block_vjp(dy.block(b)), args)
             for column, v, d in zip(columns, values, cotangents, strict=True):
@@ -284,7 +287,7 @@ def _by_block(name, forward, values, options):
             for column, v in zip(columns, values, strict=True)
         )
 
-    return from_images(local, batch), vjp
+    return from_images(local, batch), whole_vjp
 
 
 def refuse_gpu(name: str, *values: Any) -> None:
@@ -297,7 +300,9 @@ def refuse_gpu(name: str, *values: Any) -> None:
             )
 
 
-def _empty_result(name, forward, values, options):
+def _empty_result(
+    name: str, forward: Callable[..., WithVjp[Any]], values: list[Any], options: dict[str, Any]
+) -> np.ndarray:
     """Call forward with one image of zeros, and return a result of the same shape with 0 images."""
     args = [np.zeros((1, *v.image_shape), v.dtype) if isinstance(v, Blocked) else v for v in values]
     with np.errstate(all="ignore"):
@@ -306,7 +311,7 @@ def _empty_result(name, forward, values, options):
     return np.asarray(y)[:0]
 
 
-def _check_rows(name, y, rows):
+def _check_rows(name: str, y: Any, rows: int) -> None:
     """Raise ValueError unless y has one row per image."""
     if np.ndim(y) == 0 or len(y) != rows:
         raise ValueError(
@@ -315,7 +320,7 @@ def _check_rows(name, y, rows):
         )
 
 
-def _check_cotangents(name, cotangents, args):
+def _check_cotangents(name: str, cotangents: Any, args: Sequence[Any]) -> Sequence[Any]:
     """Return the cotangents, or raise ValueError if their number or a shape is wrong."""
     if not isinstance(cotangents, (tuple, list)) or len(cotangents) != len(args):
         count = f"{len(cotangents)}" if isinstance(cotangents, (tuple, list)) else "no tuple"
@@ -331,7 +336,7 @@ def _check_cotangents(name, cotangents, args):
     return cotangents
 
 
-def _accumulate(a, b):
+def _accumulate(a: Any, b: Any) -> Any:
     """Add two cotangents; if only one of them is a Partial, the Partial is the left operand.
 
     Cotangents of blocked values are added up when an op reads them.
@@ -341,7 +346,7 @@ def _accumulate(a, b):
     return b + a if isinstance(b, Partial) and not isinstance(a, Partial) else a + b
 
 
-def _in_type(cotangent, dtype):
+def _in_type(cotangent: Any, dtype: np.dtype) -> Any:
     """Convert a cotangent to the dtype of its value. A vjp may have returned another dtype."""
     if isinstance(cotangent, Partial):
         return cotangent.astype(dtype)
@@ -408,7 +413,7 @@ def backward(
     cotangents: dict[Var, Any] = {root: seed}
     gradients: dict[Var, Any] = {}
 
-    def finish(leaf):
+    def finish(leaf: Var) -> None:
         gradient = cotangents.pop(leaf, None)
         if isinstance(gradient, Blocked):
             gradient = gradient.stored()
@@ -440,12 +445,13 @@ def backward(
                 )
             dy = fold(dy)
         needs = tuple(isinstance(p, Var) for p in parents)
-        parts = (None,) * len(parents)
+        parts: Sequence[Any] | None = (None,) * len(parents)
         if dy is not None:
-            with phases.layer(node.layer or node.name):
+            with phases.layer(node.layer or node.name or ""):
                 parts = vjp(dy, needs)
-        node.vjp = node.value = vjp = dy = None
-        for parent, part in zip(parents, parts, strict=True):
+        nothing: Any = None  # free the memory
+        node.vjp = node.value = vjp = dy = nothing
+        for parent, part in zip(parents, parts or (), strict=True):
             if not isinstance(parent, Var):
                 continue
             if part is not None:

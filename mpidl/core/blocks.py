@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
-from mpidl import fold
+from mpidl.core import fold
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
-    from mpidl.deferred import DeferredInput
+    from mpidl.core.deferred import DeferredInput
 
 LANES = 16
 Key = TypeVar("Key")
@@ -131,7 +131,8 @@ class Batch:
             Counts (blocks,) int32. On a GPU, the total number of images on this rank, (1,).
         """
         if self.device is not None:
-            return self.device.valid(self)
+            counts: np.ndarray = self.device.valid(self)
+            return counts
         return np.array([self.valid(b) for b in range(self.blocks)], np.int32)
 
     def samples(self) -> tuple[int | np.ndarray, np.ndarray]:
@@ -146,7 +147,8 @@ class Batch:
             number of an unused lane is 0.
         """
         if self.device is not None:
-            return self.device.samples(self)
+            epoch, samples = self.device.samples(self)
+            return epoch, samples
         samples = np.zeros(self.blocks * LANES, np.int64)
         samples[: len(self.indices)] = self.indices
         return self.epoch, samples
@@ -214,7 +216,9 @@ class OneRank:
 
 
 @functools.lru_cache(maxsize=64)
-def _tree(leaves, ranks, load, rank, plain):
+def _tree(
+    leaves: int, ranks: int, load: tuple[int, ...] | None, rank: int, plain: bool
+) -> fold.Tree:
     return fold.Tree(leaves, fold.split_blocks(leaves, ranks, load), rank, plain)
 
 

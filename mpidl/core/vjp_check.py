@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpidl import keyed
-from mpidl.autodiff.tape import Var, backward, batch_of, value_of
-from mpidl.blocks import Blocked, from_images
-from mpidl.fold import Partial
+from mpidl.core import keyed
+from mpidl.core.blocks import Blocked, from_images
+from mpidl.core.fold import Partial
+from mpidl.core.tape import Var, backward, batch_of, value_of
 
 
 def check_vjp(
@@ -53,7 +53,7 @@ def check_vjp(
     batch = batch_of(*args)
     world = batch.world if batch else None
 
-    def direction(i, value):
+    def direction(i: object, value: Any) -> Any:
         label = f"check_vjp {i}"
         if isinstance(value, Blocked):
             count = int(np.prod(value.shape))
@@ -62,16 +62,17 @@ def check_vjp(
         count = int(np.prod(np.shape(value)))
         return (2 * keyed.uniform(seed, label, count) - 1).reshape(np.shape(value))
 
-    def fold(value):
-        return world.gplus(value) if isinstance(value, Partial) else value
+    def fold(value: Any) -> Any:
+        return world.gplus(value) if world and isinstance(value, Partial) else value
 
-    def inner(a, b):
+    def inner(a: Any, b: Any) -> float:
         if isinstance(a, Blocked):
+            world = a.batch.world
             local = np.array([np.sum(a.local() * b.local(), dtype=np.float64)])
             return float(world.gplus(local)[0])
         return float(np.sum(np.asarray(a) * np.asarray(b), dtype=np.float64))
 
-    def shift(value, d, t):
+    def shift(value: Any, d: Any, t: float) -> Any:
         return (
             value.like(value.lanes + t * d.lanes) if isinstance(value, Blocked) else value + t * d
         )
@@ -79,7 +80,7 @@ def check_vjp(
     floating = [i for i, a in enumerate(args) if np.dtype(getattr(a, "dtype", "O")).kind == "f"]
     directions = {i: direction(i, args[i]) for i in floating}
 
-    def shifted_value(t):
+    def shifted_value(t: float) -> Any:
         shifted = [shift(a, directions[i], t) if i in directions else a for i, a in enumerate(args)]
         return fold(value_of(f(*shifted)))
 

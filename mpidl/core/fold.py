@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from mpidl.device_array import is_device_array
+from mpidl.core.device_array import is_device_array
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -39,7 +39,8 @@ Range = tuple[int, int]  # (first block, one past the last block)
 
 def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Add two arrays. The sum overwrites `left`."""
-    return np.add(left, right, out=left)
+    total: np.ndarray = np.add(left, right, out=left)
+    return total
 
 
 def merge_moments(left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -292,7 +293,7 @@ class Term:
     """
 
     tree: Tree
-    nodes: list
+    nodes: list[Any]
     combine: Any
     dtype: np.dtype
     scale: Any = 1.0
@@ -480,7 +481,7 @@ class Partial:
         return f"Partial(shape={self.shape}, dtype={self.dtype}, terms=[{terms}]{suffix})"
 
 
-def _fold_nodes(term, shape):
+def _fold_nodes(term: Term, shape: tuple[int, ...]) -> np.ndarray:
     """Return the sum of a rank's nodes, without the term's factor; zeros if there are none."""
     parts = [np.array(value) for value in term.nodes] or [np.zeros(shape, term.dtype)]
     while len(parts) > 1:
@@ -489,7 +490,7 @@ def _fold_nodes(term, shape):
     return parts[0]
 
 
-def _sum_of_present(*values):
+def _sum_of_present(*values: Any) -> Any:
     """Add the values that are not None, in order; return None if all of them are None."""
     present = [value for value in values if value is not None]
     return reduce(operator.add, present) if present else None

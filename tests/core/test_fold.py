@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpidl import fold, keyed
+from mpidl.core import fold, keyed
 
 
 def middle_of(start, stop):

@@ -8,7 +8,7 @@ import pytest
 from single_rank import SingleRank, assert_slopes, blocked, finite_differences, numbers
 
 import mpidl as dl
-from mpidl.autodiff import tape
+from mpidl.core import tape
 
 # Numbers of images: a single block, a partly filled last block, and four full blocks.
 COUNTS = (5, 37, 64)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidl import fold
-from mpidl.blocks import Batch, Blocked
+from mpidl.core import fold
+from mpidl.core.blocks import Batch, Blocked
 
 
 class DeferredInput(NamedTuple):
@@ -166,7 +166,8 @@ class SumOfCotangents(Blocked):
     __slots__ = ("parts",)
 
     def __init__(self, first: Blocked, second: Blocked) -> None:
-        self.parts, self.batch = (first, second), first.batch
+        self.parts: tuple[Blocked, ...] = (first, second)
+        self.batch = first.batch
 
     @property
     def stored_array(self) -> np.ndarray:
