@@ -56,6 +56,7 @@ CROSS_CUTTING = {
     "backends/gpu/test_cupy_names.py": "every name of CuPy that mpidl uses",
     "evaluation/test_undefined_scores.py": "metrics of NaN scores and of ignored labels",
     "backends/gpu/test_cupy_on_host.py": "the stand-in for CuPy on host memory",
+    "core/test_promise.py": "equal bytes on simulated ranks, by the core alone",
     "interchange/test_fuzz_weights.py": "damaged weight files",
     "evaluation/test_queue_function.py": "functions of queues, from a custom loop to evaluation",
     "nn/test_gelu.py": "GELU, from its layer to trainings",
