@@ -25,8 +25,8 @@ import urllib.request
 import numpy as np
 
 from benchmarks import machine, report, turns
-from mpidl.comm.launcher import environment, launcher
 from mpidl.errors import Fault
+from mpidl.jobs.launcher import environment, launcher
 from mpidl.training.options import configuration
 
 SIDES = ("with the page", "without")

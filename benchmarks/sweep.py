@@ -17,8 +17,8 @@ import numpy as np
 import tomli_w
 
 from benchmarks import machine, report, turns
-from mpidl.comm.launcher import environment, launcher
 from mpidl.errors import Fault
+from mpidl.jobs.launcher import environment, launcher
 from mpidl.training.options import configuration
 
 SIDES = ("groups of 1", "one after another", "one group")

@@ -30,7 +30,6 @@ from mpidl import nn as nn
 from mpidl import ops as ops
 from mpidl.backends import configure as configure
 from mpidl.comm import World as World
-from mpidl.comm.launch import launch as launch
 from mpidl.core import keyed as keyed
 from mpidl.core.blocks import Batch as Batch
 from mpidl.core.blocks import Blocked as Blocked
@@ -64,6 +63,7 @@ from mpidl.interchange.onnx_export import save_onnx as save_onnx
 from mpidl.interchange.onnx_import import load_onnx as load_onnx
 from mpidl.interchange.weights import load_weights as load_weights
 from mpidl.interchange.weights import save_weights as save_weights
+from mpidl.jobs.launch import launch as launch
 from mpidl.losses import BinaryCrossEntropy as BinaryCrossEntropy
 from mpidl.losses import CrossEntropy as CrossEntropy
 from mpidl.losses import Dice as Dice

@@ -44,18 +44,22 @@ def start(arguments: Sequence[str], **keywords: Any) -> subprocess.Popen:
     OSError
         If the side process cannot be started, for example because of a limit on processes.
     """
-    environment = {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS)}
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         return subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
-            env=environment,
+            env=environment(),
             start_new_session=True,
             **keywords,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment without the variables of launchers."""
+    return {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS)}
 
 
 def give_way() -> None:

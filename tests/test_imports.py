@@ -16,7 +16,7 @@ BASE |= {"attribute_changes"}
 BACKENDS = BASE | {"core", "kernels"}
 OPS = BASE | {"core", "tape", "backends"}
 NN = OPS | {"ops"}
-SERVICES = {"comm", "data", "report"}
+SERVICES = {"comm", "data", "report", "jobs"}
 LOSSES = NN | {"nn", "data"}
 EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
@@ -30,7 +30,8 @@ MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "backends": BACKENDS,
     "ops": OPS,
     "nn": NN,
-    "comm": BACKENDS | {"backends", "report"},  # comm/launch shows a run's progress in a notebook
+    "comm": BACKENDS | {"backends"},
+    "jobs": BACKENDS | {"backends", "comm", "report"},  # dl.launch shows a run's progress
     "data": BACKENDS | {"backends"},
     "report": {"errors", "text", "files", "core", "side_process"},
     "losses": LOSSES,

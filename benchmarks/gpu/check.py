@@ -22,9 +22,9 @@ from benchmarks import report
 from mpidl.backends.gpu.discovery import visible
 from mpidl.cli.parser import Parser, count
 from mpidl.comm import failure, thread_budget
-from mpidl.comm.launcher import environment
 from mpidl.errors import UserError
 from mpidl.files import write_whole
+from mpidl.jobs.launcher import environment
 from mpidl.training.options import training_options
 
 

@@ -13,8 +13,8 @@ import sys
 from typing import Any, NamedTuple
 
 from benchmarks.turns import last_message
-from mpidl.comm.launcher import environment, launcher
 from mpidl.errors import UserError
+from mpidl.jobs.launcher import environment, launcher
 
 
 class Run(NamedTuple):

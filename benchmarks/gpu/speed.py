@@ -18,8 +18,8 @@ from benchmarks import report as reports
 from benchmarks import subject, torch_step, turns
 from benchmarks.gpu import floors, tables
 from mpidl.backends.gpu.discovery import visible
-from mpidl.comm.launcher import environment
 from mpidl.errors import Fault, UserError
+from mpidl.jobs.launcher import environment
 
 FIRST = "ours", "graphs", "fp32"  # timed first, and once more after all other variants
 # (side, variant, precision) in the order of timing: all steps are timed in a group before the next

@@ -23,8 +23,8 @@ from benchmarks.report import Report
 from mpidl.backends.gpu.discovery import versions, visible
 from mpidl.cli import start
 from mpidl.comm import World, failure
-from mpidl.comm.launcher import environment
 from mpidl.core.blocks import LANES
+from mpidl.jobs.launcher import environment
 from mpidl.training.options import configuration
 
 # Optional packages and their uses; the check needs only NumPy and CuPy.

@@ -8,7 +8,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from mpidl.comm import acts, exit_guard, launcher
+from mpidl import side_process
+from mpidl.comm import acts, exit_guard
 
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
@@ -101,5 +102,4 @@ def start_exit_guard(transport: Transport) -> None:
             name = f"rank {rank} on host {host} (process {address.pid})"
             words.append(f"{address.pid} {tick} {name}")
     with contextlib.suppress(OSError):  # if the process cannot be started, continue without it
-        # Remove the launcher's variables from the environment, because the guard is not a rank.
-        os.posix_spawn(words[0], words, launcher.environment())
+        os.posix_spawn(words[0], words, side_process.environment())

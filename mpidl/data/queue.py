@@ -91,7 +91,7 @@ class MinibatchQueue:
         mini-batch, and therefore the weights, then depend on the number of ranks.
     bad_images : BadImages, optional
         Known unreadable images, which mini-batches leave out. A rank that finds another unreadable
-        image yields `Unreadable`, so only `evaluation.agreed` may iterate over such a queue. By
+        image yields `Unreadable`, so only `agreement.agreed` may iterate over such a queue. By
         default, an unreadable image raises an error.
     classes : int, optional
         Number of classes. If given, a label outside 0..classes-1 raises a `UserError` that names

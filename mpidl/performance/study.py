@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
-from mpidl.comm.launcher import environment, launcher
 from mpidl.comm.thread_budget import OtherLoad
 from mpidl.errors import UserError
 from mpidl.files import reason, write_whole
+from mpidl.jobs.launcher import environment, launcher
 from mpidl.performance.results import (
     COMPLETE,
     FAILED,

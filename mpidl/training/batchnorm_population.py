@@ -11,7 +11,7 @@ import numpy as np
 from mpidl import backends
 from mpidl.core.fold import merge_moments
 from mpidl.data import MinibatchQueue
-from mpidl.evaluation.evaluate import agreed
+from mpidl.data.agreement import agreed
 from mpidl.nn import BatchNorm, Network
 from mpidl.training.batchnorm_moving import trainable_norms
 

@@ -16,11 +16,11 @@ from mpidl.comm import World, survival
 from mpidl.comm.failure import Signals
 from mpidl.core import phases
 from mpidl.data import MinibatchQueue, NodeCache
+from mpidl.data.agreement import agreed
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.parts import PartedBatch
 from mpidl.errors import NotFinite, StorageFault, UserError
-from mpidl.evaluation.evaluate import agreed
 from mpidl.evaluation.validation import Validation
 from mpidl.nn import Network
 from mpidl.report import Console

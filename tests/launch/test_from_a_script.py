@@ -17,8 +17,8 @@ from launcher import marked, mpirun, start
 from limits import exceeded, wait_until
 
 import mpidl as dl
-from mpidl.comm import launch as launching
-from mpidl.comm import launch_job, launch_worker
+from mpidl.jobs import launch as launching
+from mpidl.jobs import launch_job, launch_worker
 from mpidl.report.progress import notebook
 from mpidl.training.files import checkpoint
 

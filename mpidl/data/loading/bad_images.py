@@ -31,7 +31,7 @@ class BadImages:
     """The unreadable images of a set, which mini-batches leave out.
 
     All ranks record the same unreadable images. If a rank cannot read an image of its share,
-    `evaluation.agreed` informs all ranks, and all ranks prepare the mini-batch again without the
+    `agreement.agreed` informs all ranks, and all ranks prepare the mini-batch again without the
     image. The other images are divided among the ranks like any smaller mini-batch.
 
     Attributes

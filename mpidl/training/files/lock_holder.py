@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
-from mpidl.comm import job_process
+from mpidl.jobs import job_process
 from mpidl.text import printable
 
 MAX_TEXT = 200  # largest number of characters in a string of a lock file

@@ -5,10 +5,10 @@ import pytest
 from image_sets import ReadArrays, pixels_of, refusal
 
 import mpidl as dl
+from mpidl.data.agreement import agreed
 from mpidl.data.datastore import Derived
 from mpidl.data.loading.bad_images import BadImages, unreadable
 from mpidl.errors import StorageFault, UserError
-from mpidl.evaluation.evaluate import agreed
 
 
 class Damaged(Derived):

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mpidl import errors
-from mpidl.comm import failure, launch_worker
-from mpidl.comm.launch_job import SIZE_VARIABLE, Interrupts, Job
-from mpidl.comm.launcher import launcher
+from mpidl.comm import failure
 from mpidl.comm.thread_budget import available_cores
 from mpidl.errors import RankError, UserError
+from mpidl.jobs import launch_worker
+from mpidl.jobs.launch_job import SIZE_VARIABLE, Interrupts, Job
+from mpidl.jobs.launcher import launcher
 from mpidl.report.progress import notebook
 from mpidl.text import pip_install
 
@@ -34,7 +35,7 @@ NOTHING_SHOWN = (
 # The program of each rank. It imports this package from the same folder as this process.
 RANK_PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from mpidl.comm.launch_worker import main; main(sys.argv.pop(1))"
+    "from mpidl.jobs.launch_worker import main; main(sys.argv.pop(1))"
 )
 
 

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from mpidl.comm.job_words import JobCommand
 from mpidl.errors import UserError
+from mpidl.jobs.job_words import JobCommand
 
 TRAIN = ["python", "-m", "mpidl.train"]
 
