@@ -8,6 +8,7 @@ import mpidl as dl
 from mpidl.backends.cpu.program import Program
 from mpidl.backends.cpu.recording import Recorder
 from mpidl.comm import World
+from mpidl.core import fold
 from mpidl.core.blocks import blocks_of
 from mpidl.core.fold import merge_moments
 from mpidl.performance import links
@@ -78,8 +79,8 @@ def test_a_recorded_sum_is_the_sum_of_a_step(world):
     for event in (Event(SUM, 41, 8, "moments"), Event(SUM, 40, 8), Event(BUCKET, 90_000, 4)):
         tree, matrix, combine = links._arguments(world, event, blocks_of(80))
         matrix[...] = 1 + np.arange(len(matrix))[:, None]
-        term = dl.fold.Term(tree, list(matrix), combine, matrix.dtype)
-        partial = dl.fold.Partial([term], None, (event.width,), matrix.dtype)
+        term = fold.Term(tree, list(matrix), combine, matrix.dtype)
+        partial = fold.Partial([term], None, (event.width,), matrix.dtype)
         expected = world.gplus(partial)
         replay = links.recorded_sum(world, partial)
         for _ in range(3):
@@ -99,8 +100,8 @@ def test_a_sum_that_one_rank_cannot_record_is_an_error_of_all_ranks(world, monke
         return finish(recorder)
 
     tree, matrix, combine = links._arguments(world, Event(BUCKET, 40, 4), blocks_of(80))
-    term = dl.fold.Term(tree, list(matrix), combine, matrix.dtype)
-    partial = dl.fold.Partial([term], None, (40,), matrix.dtype)
+    term = fold.Term(tree, list(matrix), combine, matrix.dtype)
+    partial = fold.Partial([term], None, (40,), matrix.dtype)
     monkeypatch.setattr(Recorder, "finish", refuse_on_last_rank)
     with pytest.raises(dl.Fault, match="cannot be replayed: a reason of the last rank"):
         links.recorded_sum(world, partial)
