@@ -364,7 +364,7 @@ def test_a_notebook():
 
 @SLOW
 def test_a_notebook_without_cloudpickle():
-    text = "from mpidl.comm import launch_worker; launch_worker.cloudpickle = lambda: None\n"
+    text = "from mpidl.jobs import launch_worker; launch_worker.cloudpickle = lambda: None\n"
     assert "pip install 'mpidl[notebook]'" in last_error("-c", text + SCRIPT + "\nmain(work)\n")
 
 
