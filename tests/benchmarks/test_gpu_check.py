@@ -141,7 +141,7 @@ def test_the_relative_error_of_nan_is_infinite():
 @pytest.mark.slow("gpu")
 def test_the_stage_that_the_sanitizer_runs(gpu, capsys):
     assert stage.small(gpu, parity.KINDS[:1]) == 0
-    assert "ops of small, fp32" in capsys.readouterr().out
+    assert "ops of plain, fp32" in capsys.readouterr().out
 
 
 @needs_compiler
