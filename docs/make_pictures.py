@@ -69,6 +69,8 @@ def terminal(name, command, text):
     from rich.padding import Padding
     from rich.text import Text
 
+    if "warning:" in text:
+        sys.exit(f"{name}: expected output without warnings, found:\n{text}")
     prompt = Text("$ ", style="bold green") + Text(command, style="bold")
     lines = Text("\n").join([prompt, Text.from_ansi(text.rstrip("\n"))])
     width = 3 + max(len(line) for line in lines.plain.splitlines())

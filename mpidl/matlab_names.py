@@ -7,7 +7,7 @@ For example, `mpidl.trainNetwork` and `net.fit` raise an AttributeError whose me
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NoReturn, ParamSpec, TypeVar
 
 from mpidl.text import did_you_mean
@@ -321,34 +321,25 @@ def missing_name(name: str) -> NoReturn:
 
     The message contains the equivalent of a name in another library, or else the most similar name.
     """
-    package = sys.modules["mpidl"]
-    text = f"module 'mpidl' has no attribute {name!r}"
     if name in NAMES:
         text = f"mpidl.{name}: MATLAB's {name} is {NAMES[name]}"
-    elif name in LIBRARY_NAMES:
-        text += _use(LIBRARY_NAMES[name])
-    elif not name.startswith("_"):
-        text += did_you_mean(name, [n for n in dir(package) if not n.startswith("_")])
-    # With an `obj`, Python would append its own suggestion.
-    raise AttributeError(text, name=name, obj=None)
+        raise AttributeError(text, name=name, obj=None)
+    _refuse(f"module 'mpidl' has no attribute {name!r}", name, LIBRARY_NAMES, sys.modules["mpidl"])
 
 
 def missing_attribute(net: object, name: str) -> NoReturn:
-    """Raise AttributeError for an attribute that a network does not have.
+    """Raise AttributeError for an attribute that a network lacks, as `missing_name` does."""
+    _refuse(f"{type(net).__name__} has no attribute {name!r}", name, NETWORK_ATTRIBUTES, net)
 
-    The message contains the equivalent of an attribute in another library, or else the most similar
-    attribute.
-    """
-    text = f"{type(net).__name__} has no attribute {name!r}"
-    if name in NETWORK_ATTRIBUTES:
-        text += _use(NETWORK_ATTRIBUTES[name])
+
+def _refuse(text: str, name: str, equivalents: Mapping[str, str], owner: object) -> NoReturn:
+    if name in equivalents:
+        verb = "" if equivalents[name].startswith("not needed") else "use "
+        text += f": {verb}{equivalents[name]}"
     elif not name.startswith("_"):
-        text += did_you_mean(name, [n for n in dir(net) if not n.startswith("_")])
+        text += did_you_mean(name, [n for n in dir(owner) if not n.startswith("_")])
+    # With an `obj`, Python would append its own suggestion.
     raise AttributeError(text, name=name, obj=None)
-
-
-def _use(equivalent):
-    return f": {'' if equivalent.startswith('not needed') else 'use '}{equivalent}"
 
 
 def explain_arguments(

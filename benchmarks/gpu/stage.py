@@ -151,6 +151,7 @@ def tests_stage(report, folder, seconds, call, sizes):
         return
     variables = environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     words = ["-m", "pytest", *sizes.tests, "--device", "cuda", "--slow", "all", "-q"]
+    # 20 failures show what is wrong, and leave time for the timing. -rf lists them at the end.
     words += ["-p", "no:cacheprovider", "--maxfail", "20", "-rf"]
     path = os.path.join(folder, "pytest.txt")
     with open(path, "w") as log:

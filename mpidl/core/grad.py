@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numbers
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 
 from mpidl.core import phases
-from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial, replicated
 from mpidl.core.tape import Var, backward, batch_of, value_of, zeros_like
 
@@ -31,10 +29,6 @@ class Bindable(Protocol):
     @property
     def trainable(self) -> Mapping[str, np.ndarray]:
         """The learnables to differentiate, by name."""
-
-    input_shape: tuple[int, ...]
-    input_function: str | None
-    normalization: Any
 
     def bind(self, learnables: Mapping[str, Any]) -> Any:
         """Return a copy of the network in training mode with these learnables."""
@@ -125,8 +119,6 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
             )
         batch = batch_of(*args)
         world = batch.world if batch else reduce
-        if network:
-            _note_images(model, args)
         computed = {}
         with phases.span("backward"):
             reducer = reduce.reducer() if reduce is not None else None
@@ -162,35 +154,6 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
 
 def _as_partial(value: Any) -> Partial:
     return value if isinstance(value, Partial) else replicated(value)
-
-
-def _note_images(model: Bindable, args: tuple[Any, ...]) -> None:
-    """Set the function and the normalization of the queue whose images train the network.
-
-    A queue without a normalization divides pixels by 255. If the network expects something else,
-    rank 0 warns once.
-    """
-    values = (value_of(argument) for argument in args)
-    fits = (v for v in values if isinstance(v, Blocked) and v.image_shape == model.input_shape)
-    if (images := next(fits, None)) is None:
-        return
-    source, world = images.batch.source, images.batch.world
-    if source is None:
-        model.input_function = None
-    if source is None or source.image_shape != model.input_shape:
-        return
-    model.input_function = source.function
-    if source.normalization is not None:
-        model.normalization = source.normalization
-    elif model.normalization is not None and source.function is None:
-        model.normalization.need_known()
-        if model.normalization.centre is not None and world.rank == 0:
-            warnings.warn(
-                f"the network expects the normalization {model.normalization.describe()}, but the "
-                "MinibatchQueue divides pixels by 255: pass **net.input_transform() to the queue, "
-                "or set net.normalization = None",
-                stacklevel=1,  # one place, so that Python shows the warning once
-            )
 
 
 def is_one_number(value: Any) -> bool:

@@ -16,7 +16,7 @@ from mpidl import ops
 from mpidl.core.blocks import Blocked, OneRank, from_images, share
 from mpidl.core.tape import Var, value_of
 from mpidl.matlab_names import missing_attribute
-from mpidl.nn import construction, editing, graph, placement
+from mpidl.nn import construction, editing, graph, placement, trained_images
 from mpidl.nn.layers import Conv2D, Layer, LayerContext, Softmax
 from mpidl.nn.layers.base import Value
 from mpidl.nn.plan import Plan
@@ -78,7 +78,7 @@ class Network:
         evaluates the network with it.
     input_function
         Name of the `function` of the `MinibatchQueue` whose mini-batches trained the network, or
-        None. `value_and_grad` sets it. Evaluation warns if it does not apply this function.
+        None. Training sets it. Evaluation warns if it does not apply this function.
     fuse
         Whether neighbouring convolution, batch normalization and ReLU layers run as one op. This
         setting does not change the results.
@@ -129,6 +129,7 @@ class Network:
         self.classes: tuple[str, ...] | None = None
         self.loss: dict[str, str | int] | None = None
         self.input_function: str | None = None
+        self._trains: Network | None = None  # the network of which this is a copy to train it
         self.plan_runs()
 
     def plan_runs(self) -> None:
@@ -403,7 +404,7 @@ class Network:
         """
         bound = copy.copy(self)
         bound._parameters, bound.training = self._parameters | dict(learnables), True
-        bound._state = dict(self._state)
+        bound._state, bound._trains = dict(self._state), self
         return bound
 
     def with_layers(self, layers: Iterable[Layer]) -> Network:
@@ -472,6 +473,8 @@ class Network:
 
     def _output(self, name, images):
         check.images("a network", value_of(images))
+        if self._trains is not None and self.training:
+            trained_images.note(self._trains, value_of(images))
         return self._plan.output(name, images, self.fuse, self._context)
 
     def _context(self, layer):

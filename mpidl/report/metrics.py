@@ -66,7 +66,7 @@ class Metrics:
         If the file cannot be written.
     """
 
-    def __init__(self, path: str, rank: int = 0, cut: "Cut | None" = None):
+    def __init__(self, path: str, rank: int = 0, cut: Cut | None = None):
         self.path = path
         self.file = None
         self.flushed = time.monotonic()
@@ -205,14 +205,14 @@ class Metrics:
             with self._writing():
                 file.close()
 
-    def cut(self, cut: "Cut") -> None:
+    def cut(self, cut: Cut) -> None:
         """Remove the records that the run will repeat, and lines that are not records."""
         if not os.path.exists(self.path):
             return
         records = [record for record in read(self.path) if cut.keeps(record)]
         write_whole(self.path, "".join(f"{json.dumps(record)}\n" for record in records).encode())
 
-    def rewind(self, cut: "Cut", records: Iterable[Mapping[str, Any]] = ()) -> None:
+    def rewind(self, cut: Cut, records: Iterable[Mapping[str, Any]] = ()) -> None:
         """Remove the records that the run will repeat, and open the file for more records.
 
         Parameters

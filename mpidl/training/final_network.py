@@ -68,6 +68,7 @@ def finalize_network(trainer: Trainer, signals: Signals | None) -> None:
     net.parameters = {**net.parameters, **averages}
     validation.give_best(net)
     if options.batchnorm_statistics == "population" and iteration:
+        # A best network already has these statistics, unless an older checkpoint contains it.
         # Replacing the training queue frees its memory.
         trainer.queue = _population_queue(trainer)
         state = _population_state(trainer, net, trainer.queue, signals)

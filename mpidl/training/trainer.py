@@ -154,7 +154,7 @@ class Trainer:
             folder.advice,
         )
         self.queue, self.step = self._make_step()
-        self._per_epoch = len(self.queue)
+        self._per_epoch = len(self.queue)  # `finalize_network` replaces the queue
         self.start_time = time.monotonic() - self.position.seconds
         is_resumed = folder.resume is not None
         if is_resumed and self.position.iteration:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from folding import add_up
 
 from mpidl.core import fold, keyed
 
@@ -63,17 +64,6 @@ def counted(tree, values, combine=fold.add):
     for block in range(*tree.run):
         counter.push(values[block].copy())
     return counter
-
-
-def add_up(partials):
-    """Add up the Partials of all ranks as World.gplus does."""
-    roots = []
-    for terms in zip(*(p.terms for p in partials), strict=True):
-        tree = terms[0].tree
-        nodes = [node for rank_nodes in tree.nodes for node in rank_nodes]
-        values = [value.copy() for term in terms for value in term.nodes]
-        roots.append(fold.fold_nodes(tree, nodes, values, terms[0].combine))
-    return partials[0].finish(roots)
 
 
 def wide(seed, *shape):

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from folding import add_up
 
 from mpidl.core import fold, keyed
 from mpidl.core.blocks import LANES, from_images, share
@@ -75,32 +76,21 @@ def gradients_on(ranks, combine):
     return {name: combine([of_rank[name] for of_rank in partials]) for name in partials[0]}
 
 
-def folded(partials):
-    """Add up the Partials of all ranks along the tree, as `World.gplus` does."""
-    roots = []
-    for terms in zip(*(partial.terms for partial in partials), strict=True):
-        tree = terms[0].tree
-        nodes = [node for nodes_of_rank in tree.nodes for node in nodes_of_rank]
-        values = [value.copy() for term in terms for value in term.nodes]
-        roots.append(fold.fold_nodes(tree, nodes, values, terms[0].combine))
-    return partials[0].finish(roots)
-
-
 def in_order_of_ranks(partials):
     """Add up the sums of the ranks, as MPI_Allreduce may do."""
     return np.sum([partial.local() for partial in partials], axis=0, dtype=np.float32)
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_ranks():
-    expected = gradients_on(1, folded)
+    expected = gradients_on(1, add_up)
     for ranks in (2, 3, 4, 7, 12, 13):  # there are 12 blocks, so one of 13 ranks has none
-        gradients = gradients_on(ranks, folded)
+        gradients = gradients_on(ranks, add_up)
         for name, array in expected.items():
             assert array.tobytes() == gradients[name].tobytes(), (name, ranks)
 
 
 def test_the_gradients_are_those_of_the_definition():
-    gradients = gradients_on(3, folded)
+    gradients = gradients_on(3, add_up)
     x, first, second = (
         wide(*arguments).astype(np.float64)
         for arguments in (("images", COUNT, INPUTS), ("first", INPUTS, 5), ("second", 5, OUTPUTS))
