@@ -16,7 +16,7 @@ STAGES = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("call", ["quick", pytest.param("second", marks=pytest.mark.slow("gpu"))])
+@pytest.mark.parametrize("call", ["quick", "second"])
 def test_a_call_from_end_to_end(call, tmp_path):
     """Every stage ends, all checks pass, and the archive is the only file of the call."""
     out = tmp_path / "out"
