@@ -63,13 +63,20 @@ class Job:
         return self.process.poll() is not None
 
     def wait(self, seconds):
-        """Wait until no process remains. Return the elapsed seconds, or None after `seconds`."""
+        """Wait until no process remains. Return the elapsed seconds, or None after `seconds`.
+
+        A process has no environment while execve replaces its program, so `members` must find
+        none of them twice.
+        """
         start = time.monotonic()
+        empty_looks = 0
         while time.monotonic() - start < seconds:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.05)
-                if not self.members():
+                empty_looks = 0 if self.members() else empty_looks + 1
+                if empty_looks == 2:
                     return time.monotonic() - start
+                time.sleep(0.05)
         return None
 
     def stacks(self):
