@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpidl.backends.cpu.arenas import address_of
 from mpidl.comm import exchange, watchdog
 from mpidl.comm.reducer import Piece
 from mpidl.comm.sum_plans import KINDS, LINE, SLOT_BYTES, broadcast_plan, count_nodes, plan_of
@@ -41,7 +42,6 @@ from mpidl.comm.sum_queue import (
     Completion,
     HostSum,
     SumQueue,
-    address_of,
     queue_bytes,
 )
 from mpidl.comm.transport import free_shared_bytes

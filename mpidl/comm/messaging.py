@@ -12,6 +12,7 @@ from mpidl.backends.cpu import builds
 from mpidl.comm import watchdog
 from mpidl.comm.exchange import choose_algorithm
 from mpidl.comm.host_memory import HostMemory
+from mpidl.comm.recorded_sum import RecordedSum
 from mpidl.comm.reducer import PendingExchange, Piece, packed
 from mpidl.comm.transport import Transport
 from mpidl.core import phases
@@ -224,7 +225,7 @@ class Messaging:
 
     def start(
         self, tree: Tree, matrix: np.ndarray, combine: Combine, name: str = ""
-    ) -> PendingExchange:
+    ) -> PendingExchange | RecordedSum:
         """Start an exchange without waiting; collective.
 
         Parameters
@@ -253,8 +254,10 @@ class Messaging:
         dtype: np.dtype,
         name: str = "",
         out: np.ndarray | None = None,
-    ) -> PendingExchange:
+    ) -> PendingExchange | RecordedSum:
         """Start to sum several values in one exchange, without waiting; collective.
+
+        While a step is recorded, the sum is recorded and does not start.
 
         Parameters
         ----------
@@ -274,9 +277,11 @@ class Messaging:
 
         Returns
         -------
-        PendingExchange
+        PendingExchange or RecordedSum
             The exchange, to pass to `wait`.
         """
+        if (recorder := builds.recorder()) is not None:
+            return RecordedSum(self, recorder, tree, pieces, combine, dtype, name)
         width, rows = sum(size for size, _ in pieces), len(tree.nodes[tree.rank])
         memory = self.host_memory() if HostMemory.supports(tree, combine, dtype) else None
         # A replayed step computes sums in shared memory without calling this method. To keep the
@@ -318,6 +323,11 @@ class Messaging:
             self._has_host_memory = self._host_memory is not None
         return self._host_memory
 
+    def sends_messages(self) -> bool:
+        """Return whether sums need messages, because not all ranks share memory. Collective."""
+        memory = self.host_memory()
+        return memory is None or not memory.has_all_ranks
+
     def leave_memory(self) -> None:
         """Stop kernels from accessing the shared memory, and leave its sums incomplete."""
         if self._host_memory is not None:
@@ -329,15 +339,17 @@ class Messaging:
         memory = self._host_memory
         return bool(self.pending_exchanges) or (memory is not None and memory.is_busy)
 
-    def wait(self, pending: PendingExchange) -> None:
+    def wait(self, pending: PendingExchange | RecordedSum) -> None:
         """Wait until an exchange is complete.
 
         Parameters
         ----------
-        pending : PendingExchange
+        pending : PendingExchange or RecordedSum
             The exchange that `start` or `start_sum` returned.
         """
-
+        if isinstance(pending, RecordedSum):
+            pending.wait(builds.recorder())
+            return
         if pending.is_complete:
             return
         wait_in_library = getattr(pending.requests, "wait", None)
@@ -351,6 +363,13 @@ class Messaging:
             return pending.is_complete
 
         self.transport.wait_until(is_complete, "a sum over the ranks")
+
+    def count_waits(self) -> None:
+        """Count the time that kernels of replayed steps have waited for other ranks."""
+        if self._host_memory is not None:
+            waited = self._host_memory.up.take_waited()
+            phases.move(phases.WAIT, waited)
+            self.transport.wait_seconds += waited * 1e-9
 
     def progress(self) -> None:
         """Advance pending exchanges and handle messages on rank 0, without waiting."""

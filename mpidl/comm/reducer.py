@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,7 @@ class Reducer:
         self._values, self._buckets = {}, []
         self._has_hook = kernel_hook is not None and world.size > 1
         if self._has_hook:
-            builds.watch(lambda: self._advance(kernel_hook))
+            self._watch(lambda: self._advance(kernel_hook))
         self._bucket: list[tuple] = []
         self._bucket_key: tuple | None = None
         self._filled_bytes = 0
@@ -132,8 +133,7 @@ class Reducer:
                     "in the world that divided the images"
                 )
         if self.world.size == 1:
-            roots = [np.reshape(term.nodes[0], value.shape) for term in value.terms]
-            self._values[name] = value.finish(roots)
+            self._values[name] = total_of(value, [term.nodes[0] for term in value.terms])
             return
         shells = [replace(term, nodes=[]) for term in value.terms]
         self._values[name] = Partial(shells, value.addend, value.shape, value.dtype)
@@ -161,7 +161,19 @@ class Reducer:
 
     def progress(self) -> None:
         """Advance pending exchanges, without waiting."""
-        self._advance(self.world.progress)
+        if builds.recorder() is None:
+            self._advance(self.world.progress)
+
+    def _watch(self, progress):
+        """Let kernels call progress(), or no function, from now on; also in replays with messages.
+
+        If all ranks share memory, kernels of replays advance the sums themselves.
+        """
+        recorder = builds.recorder()
+        if recorder is None:
+            builds.watch(progress)
+        elif self.world.sends_messages():
+            recorder.call_python(functools.partial(builds.watch, progress))
 
     def _advance(self, progress):
         if self.world.pending_exchanges:
@@ -173,7 +185,7 @@ class Reducer:
     def finish(self) -> dict[str, Any]:
         """Wait for all sums and return {name: array}."""
         if self._has_hook:
-            builds.watch(None)
+            self._watch(None)
         if self._bucket:
             self._send_bucket()
         roots = {}
@@ -191,8 +203,7 @@ class Reducer:
             if name in sums:
                 continue
             if isinstance(value, Partial):
-                terms = [roots[name, index] for index in range(len(value.terms))]
-                value = value.finish([root.reshape(value.shape) for root in terms])
+                value = total_of(value, [roots[name, i] for i in range(len(value.terms))])
             sums[name] = value
         return {name: sums[name] for name in values}
 
@@ -204,6 +215,18 @@ class Reducer:
         from mpidl.backends.gpu import sums
 
         return sums.gplus(values, self.world)
+
+
+def total_of(value: Partial, roots: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the total of a Partial, given the root of each term; it may share their memory.
+
+    If a step is being recorded, replays compute the total.
+    """
+    roots = [np.reshape(root, value.shape) for root in roots]
+    recorder = builds.recorder()
+    return (
+        value.finish(roots) if recorder is None or value.is_root else recorder.total(value, roots)
+    )
 
 
 def packed(pieces: Sequence[Piece], rows: int, dtype: np.dtype) -> np.ndarray:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpidl.backends.cpu import builds
+from mpidl.backends.cpu.arenas import address_of
 from mpidl.comm.reducer import Piece
 from mpidl.comm.sum_plans import NOUNS, SLOT_BYTES
 from mpidl.errors import Fault
@@ -23,11 +24,6 @@ TAKEN_WORD = 6  # index in the struct `sum`
 
 # Queues with incomplete sums, whose memory kernels may still use.
 _busy: list[SumQueue] = []
-
-
-def address_of(array: np.ndarray) -> int:
-    """Return the address of an array's first element."""
-    return array.__array_interface__["data"][0]
 
 
 class HostSum:

@@ -15,8 +15,7 @@ from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.comm import devices, failure, serial, thread_budget, ulfm, watchdog
 from mpidl.comm.messaging import Messaging
-from mpidl.comm.recorded_world import RecordedWorld
-from mpidl.comm.reducer import Reducer, is_on_host
+from mpidl.comm.reducer import Reducer, is_on_host, total_of
 from mpidl.comm.transport import START_SECONDS, Transport, allocate_shared, free_shared_bytes
 from mpidl.core.blocks import OneRank
 from mpidl.core.fold import Partial
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from numpy.typing import DTypeLike
 
-    from mpidl.backends.cpu.recording import Recorder
     from mpidl.backends.gpu.cuda_device import CudaDevice
     from mpidl.backends.gpu.sums import Counts
     from mpidl.comm.groups import Neighbours
@@ -318,9 +316,13 @@ class World(Messaging):
         if isinstance(value, (list, tuple)):
             return type(value)(self.gplus(dict(enumerate(value))).values())
         if isinstance(value, Partial):
-            if self._is_complete(value):
+            if not self._is_complete(value):
+                return self.gplus({"": value})[""]
+            if builds.recorder() is None:
                 return self._one_rank.gplus(value)
-            return self.gplus({"": value})[""]
+            return total_of(value, [term.nodes[0] for term in value.terms])
+        if (recorder := builds.recorder()) is not None:
+            recorder.refuse("it sums a value that is not a Partial over the ranks")
         return self.gop("sum", value)
 
     def _is_complete(self, partial):
@@ -427,21 +429,6 @@ class World(Messaging):
             `gplus(value)` for "sum", and `gop(op, value)` otherwise.
         """
         return self.gplus(value) if op == "sum" else self.gop(op, value)
-
-    def recorded(self, recorder: Recorder) -> RecordedWorld:
-        """Return a world that records the sums of a training step on CPUs.
-
-        Parameters
-        ----------
-        recorder : Recorder
-            The recorder of the step's kernel calls, which also records the sums.
-
-        Returns
-        -------
-        RecordedWorld
-            A world with the ranks of this world.
-        """
-        return RecordedWorld(self, recorder)
 
     def reducer(self) -> Reducer:
         """Return a new `Reducer`. `value_and_grad(f, reduce=world)` calls this method.

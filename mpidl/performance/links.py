@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl.backends.cpu.recording import Recorder
+from mpidl.backends.cpu.recorder import Recorder
 from mpidl.core import fold
 from mpidl.errors import Fault
 from mpidl.performance.trace import AGREE, FINISH, Event
@@ -164,10 +164,9 @@ def recorded_sum(world: World, partial: fold.Partial) -> Callable[[], np.ndarray
     for term in partial.terms:
         for node in term.nodes:
             recorder.constant(node)
-    ranks = world.recorded(recorder)
     with recorder.recording():
-        total = ranks.gplus(partial)
-        program = recorder.finish()
+        place = recorder.place(world.gplus(partial))
+    program, total = recorder.finish(), place.view()
     # Without this agreement, the other ranks would wait for a rank that has raised an error.
     problem = next(filter(None, world.allgather(recorder.problem)), None)
     if problem is not None:

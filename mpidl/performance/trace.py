@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mpidl.backends.cpu import builds
 from mpidl.comm import World
-from mpidl.comm.recorded_world import RecordedWorld
 from mpidl.comm.reducer import BUCKET_BYTES, Reducer, is_on_host
 from mpidl.core import fold, phases
 from mpidl.core.fold import Partial
 from mpidl.errors import UserError
 
 if TYPE_CHECKING:
-    from mpidl.backends.cpu.recording import Recorder
     from mpidl.training.progress import EpochSummary
     from mpidl.training.steps import StepResult
     from mpidl.training.trainer import Trainer
@@ -73,8 +72,12 @@ class TracingWorld(World):
         self._is_nested = False
 
     def note(self, event: Event) -> None:
-        """Record an event with the current time."""
-        self.events.append((time.perf_counter(), event))
+        """Record an event with the current time; in each replay, if a step is being recorded."""
+        if (recorder := builds.recorder()) is None:
+            self.events.append((time.perf_counter(), event))
+        else:
+            self.replays_steps = True
+            recorder.call_python(functools.partial(self.note, event))
 
     def take_events(self) -> list[tuple[float, Event]]:
         """Return the events since the last call, with their times."""
@@ -99,30 +102,6 @@ class TracingWorld(World):
 
     def reducer(self) -> Reducer:
         return _TracingReducer(self, self.note)
-
-    def recorded(self, recorder: Recorder) -> RecordedWorld:
-        self.replays_steps = True
-        return _RecordedTrace(self, recorder)
-
-
-class _RecordedTrace(RecordedWorld):
-    """A recorded world whose replays record exchanges at the same points as the step itself."""
-
-    def __init__(self, world: TracingWorld, recorder: Recorder) -> None:
-        super().__init__(world, recorder)
-        self._tracing_world = world
-
-    def _note(self, event: Event) -> None:
-        self._tracing_world.note(event)
-        self.recorder.call_python(functools.partial(self._tracing_world.note, event))
-
-    def gplus(self, value: Any) -> Any:
-        for event in _sums_of(value):
-            self._note(event)
-        return super().gplus(value)
-
-    def reducer(self) -> Reducer:
-        return _TracingReducer(self._tracing_world, self._note)
 
 
 class _TracingReducer(Reducer):

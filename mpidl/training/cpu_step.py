@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +15,10 @@ import numpy as np
 from mpidl import attribute_changes
 from mpidl.attribute_changes import CountingDict
 from mpidl.backends import settings
-from mpidl.backends.cpu import arenas, builds, recording
-from mpidl.backends.cpu.planned_arena import Lifetimes, Plan, PlannedArena
-from mpidl.comm.unsummed_world import UnsummedWorld
-from mpidl.core import phases
+from mpidl.backends.cpu import arenas, builds
+from mpidl.backends.cpu.planned_arena import PlannedArena
+from mpidl.backends.cpu.program import Program
+from mpidl.backends.cpu.recorder import Place, Recorder
 from mpidl.core.blocks import LANES, Batch, Blocked
 from mpidl.core.grad import value_and_grad
 from mpidl.losses import label_loss
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     from mpidl.nn import Network
 
 GRADIENT, UPDATE = range(2)  # indices of the two parts of a recorded step
+
+
+class Stage(enum.Enum):
+    """What is known about a program. A mini-batch without a program is computed eagerly."""
+
+    NEW = "recorded for the current mini-batch"
+    RECORDED = "not compared with an eager step"
+    CHECKED = "a replay has had the bytes of an eager step"
 
 
 def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool:
@@ -58,9 +67,9 @@ def is_recordable(net: Network, optimizer: Any, loss: Any, options: Any) -> bool
 class StepProgram:
     """A program that replays the kernel calls of a training step on the host.
 
-    The constructor replaces the network's learnables and state with copies, unless the program
-    shares the arrays of another program. The program updates these copies and the arrays of the
-    optimizer in place.
+    The constructor records the step without computing anything. It replaces the network's
+    learnables and state with copies, unless the program shares the arrays of another program. The
+    program updates these copies and the arrays of the optimizer in place.
 
     Parameters
     ----------
@@ -68,6 +77,8 @@ class StepProgram:
         The network, in host memory.
     optimizer : Optimizer
         The optimizer.
+    objective : callable
+        The function f(net, images, targets) whose first result is the loss.
     world : World
         The ranks.
     images, targets : Blocked
@@ -75,14 +86,22 @@ class StepProgram:
     largest : StepProgram, optional
         A program for larger mini-batches of the same run, which must be current. The new program
         updates the same arrays and uses the same memory. By default, the program has new arrays.
+    includes_update : bool
+        Whether to record the update, too.
 
     Attributes
     ----------
     batch : Batch
         The recorded mini-batch.
+    problem : str or None
+        Reason why the step cannot be replayed, or None.
+    memory : PlannedArena
+        The memory of the program.
     state : dict
         {name: array}: the new state of the network, computed by the last call to `gradient`.
-    includes_update : bool
+    stage : Stage
+        What is known about the program.
+    checks_loss : bool
         Whether the method `step` can be called. Otherwise, the caller must check that the loss is
         finite between `gradient` and `update`.
     """
@@ -91,12 +110,16 @@ class StepProgram:
         self,
         net: Network,
         optimizer: Any,
+        objective: Callable[..., Any],
         world: World,
         images: Blocked,
         targets: Blocked,
+        *,
         largest: StepProgram | None = None,
+        includes_update: bool = True,
     ) -> None:
-        self._net, self._optimizer, self.batch = net, optimizer, images.batch
+        self._net, self._optimizer, self._world = net, optimizer, world
+        self.batch, self.stage = images.batch, Stage.NEW
         if largest is None:
             net.parameters = {name: _copied(array) for name, array in net.parameters.items()}
             net.state = {name: _copied(array) for name, array in net.state.items()}
@@ -110,83 +133,63 @@ class StepProgram:
         self._used_tables: list[Any] = []
         self._parts: list[Any] = []
         self._changes = -1
-        arena: PlannedArena | None = None if largest is None else largest.arena
-        self._recorder = recording.Recorder(self._arrays, arena)
-        self.arena: PlannedArena = self._recorder.arena
-        self._plans: dict[Any, Plan | None] = {}  # {shapes of a mini-batch: plan}
-        self._world = world.recorded(self._recorder)
-        if largest is not None:
-            self._world.share_results(largest._world)
-        self._counts = self._recorder.constant(images.batch.counts())
-        self._samples = self._recorder.constant(np.zeros(images.batch.blocks * LANES, np.int64))
-        self._uses_samples = False  # whether a recorded kernel uses the sample numbers
         self._formats = _facts(images.batch), _format(images), _format(targets)
-        self.state: dict[str, np.ndarray] = {}
-        self._gradients: dict[str, np.ndarray] = {}
-        self._program: Any = None
-        self.includes_update = False
+        recorder = Recorder(self._arrays, None if largest is None else largest.memory)
+        self.memory: PlannedArena = recorder.memory
+        self._counts = recorder.constant(images.batch.counts())
+        self._samples = recorder.constant(np.zeros(images.batch.blocks * LANES, np.int64))
+        self._uses_samples = False  # whether a recorded kernel uses the sample numbers
+        self.checks_loss = False
+        recorder.input("images", images.lanes)
+        recorder.input("targets", targets.lanes)
+        batch = dataclasses.replace(images.batch, device=self)
+        arguments = Blocked(images.lanes, batch), Blocked(targets.lanes, batch)
+        places = self._record(recorder, objective, arguments, includes_update)
+        self._program: Program = recorder.finish()
+        self._gradients, self.state = (
+            {name: v.view() if isinstance(v, Place) else v for name, v in table.items()}
+            for table in places
+        )
+        self.problem = recorder.problem
 
-    def record_gradient(
-        self, objective: Callable[..., Any], images: Blocked, targets: Blocked
-    ) -> tuple[tuple, dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Compute the objective, gradients and new state for a mini-batch; record the kernels."""
-        self._set_samples(images.batch)
-        self.arena.follow(self._plan(objective, images, targets))
-        self._recorder.input("images", images.lanes)
-        self._recorder.input("targets", targets.lanes)
-        batch = dataclasses.replace(images.batch, world=self._world, device=self)
-        recorded = Blocked(images.lanes, batch), Blocked(targets.lanes, batch)
-        with self._recorder.recording():
-            gradient = value_and_grad(objective, reduce=self._world)
-            value, gradients, state = gradient(self._net, *recorded)
-            fix = self._recorder.fix
-            self.state = {
-                name: array if array is self._net.state[name] else fix(array)
-                for name, array in state.items()
-            }
-            if self._world.size == 1:
-                self._gradients = {name: fix(array) for name, array in gradients.items()}
-            if self._world.loss_root is not None:
-                self._recorder.need_finite(self._world.loss_root)
-            self._recorder.next_part()
-        return value, gradients, state
+    def _record(self, recorder, objective, arguments, includes_update):
+        """Record the step. Return {name: Place} of the gradients and of the new state."""
+        net, optimizer = self._net, self._optimizer
+        try:
+            with recorder.recording():
+                compute = value_and_grad(objective, reduce=self._world)
+                value, gradients, state = compute(net, *arguments)
+                places = [
+                    {name: recorder.place(array) for name, array in gradients.items()},
+                    {
+                        name: array if array is net.state[name] else recorder.place(array)
+                        for name, array in state.items()
+                    },
+                ]
+                for number in value:
+                    recorder.output(number)
+                if includes_update:
+                    root = recorder.is_finite_with(value[0])
+                    if root is not None:
+                        recorder.need_finite(root)
+                        self.checks_loss = True
+                    recorder.next_part()
+                    updated = optimizer.apply(net.parameters, gradients, optimizer.numbers())
+                    for news, olds in ((updated, net.parameters), (state, net.state)):
+                        for name, old in olds.items():
+                            if news[name] is not old:
+                                builds.kernels().copy(news[name], old, old.size)
+            return places
+        except Exception as error:  # Python code may fail, because nothing is computed
+            recorder.refuse(f"{type(error).__name__}: {error}")
+            return [{}, {}]
 
     @contextlib.contextmanager
-    def memory(
-        self, objective: Callable[..., Any], images: Blocked, targets: Blocked
-    ) -> Iterator[None]:
-        """Let an eager computation for a mini-batch use the program's memory between replays."""
-        self.arena.follow(self._plan(objective, images, targets))
-        with arenas.through(self.arena):
+    def planned_memory(self, program: StepProgram | None) -> Iterator[None]:
+        """Let an eager computation use the memory, with the planned places of its program."""
+        self.memory.follow([] if program is None else program._program.places)
+        with arenas.through(self.memory):
             yield
-
-    def _plan(self, objective, images, targets):
-        """Return the Plan of the large arrays that the gradients of a mini-batch need, or None."""
-        shapes = _format(images), _format(targets)
-        if shapes not in self._plans:
-            batch = dataclasses.replace(images.batch, world=UnsummedWorld(self._world))
-            arguments = Blocked(images.lanes, batch), Blocked(targets.lanes, batch)
-            with phases.span("plan of the memory"):
-                self._plans[shapes] = _plan(objective, self._net, *arguments)
-        return self._plans[shapes]
-
-    def record_update(self, gradients: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-        """Compute and record the update; return a reason if the step cannot be recorded."""
-        net, recorder = self._net, self._recorder
-        with recorder.recording():
-            stepped = self._optimizer.apply(net.parameters, gradients, self._optimizer.advance())
-            for news, olds in ((stepped, net.parameters), (state, net.state)):
-                for name, old in olds.items():
-                    if news[name] is not old:
-                        builds.kernels().copy(news[name], old, old.size)
-            self._program = recorder.finish()
-        self.includes_update = self._world.loss_root is not None
-        return recorder.problem
-
-    def finish(self) -> str | None:
-        """End the recording without an update; return a reason if it cannot be replayed."""
-        self._program = self._recorder.finish()
-        return self._recorder.problem
 
     def set_state(self, values: Mapping[str, np.ndarray]) -> None:
         """Copy values into the program's state arrays, and let the network use these arrays."""
@@ -242,8 +245,7 @@ class StepProgram:
         """Replay the computation of the value, the gradients and the new state, and return them."""
         self._set_inputs(images, targets)
         self._program.run(GRADIENT)
-        value = tuple(self._world.results().values())
-        return value, self._world.gradients or self._gradients, self.state
+        return tuple(self._results()), self._gradients, self.state
 
     def update(self) -> None:
         """Replay the update of the learnables, the state and the optimizer."""
@@ -260,15 +262,19 @@ class StepProgram:
         self._set_numbers()
         is_complete = self._program.run_all()
         self._optimizer.steps += is_complete
-        return list(map(float, self._world.results().values())), is_complete
+        return list(map(float, self._results())), is_complete
+
+    def _results(self):
+        self._world.count_waits()
+        return self._program.results()
 
     def _set_inputs(self, images, targets):
         inputs = self._program.inputs
         if self._uses_samples:
-            self._set_samples(images.batch)
+            self._samples[: len(images.batch.indices)] = images.batch.indices
             inputs.set_number("epoch", images.batch.epoch)
-        inputs.set_address("images", recording.address_of(images.lanes))
-        inputs.set_address("targets", recording.address_of(targets.lanes))
+        inputs.set_address("images", arenas.address_of(images.lanes))
+        inputs.set_address("targets", arenas.address_of(targets.lanes))
 
     def _set_numbers(self):
         optimizer = self._optimizer
@@ -287,31 +293,11 @@ class StepProgram:
     def samples(self, batch: Batch) -> tuple[int, np.ndarray]:
         """Return the epoch and the sample numbers. Each replay sets both."""
         self._uses_samples = True
-        return recording.scalar("epoch", batch.epoch), self._samples
+        return builds.recorder().scalar("epoch", batch.epoch), self._samples
 
     def per_image(self, batch: Batch) -> float:
         """Return the reciprocal of the number of images in the whole mini-batch."""
         return 1.0 / (self.batch.total or self.batch.count)
-
-    def _set_samples(self, batch):
-        self._samples[: len(batch.indices)] = batch.indices
-
-
-def _plan(objective, net, images, targets):
-    """Return the Plan of the large arrays that a computation of the gradients allocates.
-
-    The computation runs without kernels, so all values are arbitrary. Return None if Python code
-    fails on these values.
-    """
-    arena, world = Lifetimes(), images.batch.world
-    with builds.without_kernels(), arenas.through(arena), np.errstate(all="ignore"):
-        try:
-            results = value_and_grad(objective, reduce=world)(net, images, targets)
-        except Exception:  # if the reason is not the arbitrary values, the step raises it, too
-            return None
-        plan = arena.plan()
-        del results  # until here, the gradients are needed
-    return plan
 
 
 def _facts(batch):

@@ -10,11 +10,13 @@ from short_training import SIDE, pictures, small, trained
 from single_rank import numbers
 
 import mpidl as dl
-from mpidl.backends.cpu.recording import Recorder
+from mpidl.backends.cpu.recorder import Recorder
+from mpidl.comm.host_memory import HostMemory
 from mpidl.core import phases
 from mpidl.data import MinibatchQueue
 from mpidl.nn import zoo
 from mpidl.training import cpu_step
+from mpidl.training.cpu_step import Stage
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.optimizers import Clip, Optimizer, Rate
 from mpidl.training.replayed_step import ReplayedParts, ReplayedStep
@@ -111,15 +113,27 @@ def assert_equal(net, solver, world, **arguments):
     return step
 
 
+def is_replayed(step):
+    """Return whether full mini-batches are replayed, after a check."""
+    return bool(step.programs) and step.largest.stage is Stage.CHECKED
+
+
 @pytest.mark.parametrize("net", NETWORKS)
 def test_replays_have_the_bytes_of_eager_steps(net, world):
-    program = assert_equal(NETWORKS[net], SOLVERS["sgdm"], world).program
-    assert program is not None and None not in program._plans.values()
+    assert is_replayed(assert_equal(NETWORKS[net], SOLVERS["sgdm"], world))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_replays_exchange_messages_if_the_ranks_share_no_memory(parts, world, monkeypatch):
+    monkeypatch.setattr(HostMemory, "allocate", lambda transport: None)
+    ranks = dl.World(threads=None)
+    assert is_replayed(assert_equal(small, SOLVERS["decay and clipping"], ranks, parts=parts))
+    ranks.close()
 
 
 @pytest.mark.parametrize("solver", [name for name in SOLVERS if name != "sgdm"])
 def test_all_solvers_are_recorded(solver, world):
-    assert assert_equal(small, SOLVERS[solver], world).program is not None
+    assert is_replayed(assert_equal(small, SOLVERS[solver], world))
 
 
 @pytest.mark.parametrize("transforms", [(Rate,), (functools.partial(Clip, 1.0), Rate)])
@@ -134,7 +148,7 @@ def test_separate_transforms_on_ranks_without_images(transforms, world):
         numbers("few", 24, 1, 12, 12, high=200).astype(np.uint8), np.arange(24) % 3
     )
     net = functools.partial(zoo.digits, (1, 12, 12), 3)
-    assert assert_equal(net, solver, world, store=store, batch=24, epochs=3).program is not None
+    assert is_replayed(assert_equal(net, solver, world, store=store, batch=24, epochs=3))
 
 
 @pytest.mark.parametrize("net", NETWORKS)
@@ -143,7 +157,7 @@ def test_replayed_parts_have_the_bytes_of_eager_parts(net, batch, parts, world):
     """Replays are correct for a smaller last part, and for a smaller mini-batch with full parts."""
     arguments = {"store": pictures(144), "batch": batch, "parts": parts}
     step = assert_equal(NETWORKS[net], SOLVERS["decay and clipping"], world, **arguments)
-    assert step.program is not None and not step._is_off
+    assert is_replayed(step)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -151,7 +165,7 @@ def test_mixed_images_and_labels_are_replayed(parts, world):
     mixing = dl.data.Mixing(mixup=0.5, cutmix=1.0, probability=0.8)
     arguments = {"mixing": mixing, "classes": 3, "parts": parts, "batch": 48}
     step = assert_equal(small, SOLVERS["sgdm"], world, **arguments)
-    assert step.program is not None and not step._is_off
+    assert is_replayed(step)
 
 
 @pytest.fixture
@@ -173,19 +187,23 @@ def counts(monkeypatch):
 def test_the_smaller_last_mini_batch_of_an_epoch_is_replayed(net, world, counts):
     """Its 20 images are fewer blocks than 3 ranks, so one rank has no images."""
     step = assert_equal(NETWORKS[net], SOLVERS["decay and clipping"], world, epochs=6)
-    # It is computed eagerly once and then recorded. A check replays a mini-batch twice.
-    assert len(counts) == 2 * 6 - 1 + 1 + 6 - 2 + 1
-    (smaller,) = step._smaller.values()
-    assert smaller.program.batch.count == 20 and smaller.is_checked
+    assert len(counts) == 2 * 6 - 1 + 6 - 1  # the first mini-batch of each size is eager
+    _, smaller = step.programs.values()
+    assert smaller.batch.count == 20 and smaller.stage is Stage.CHECKED
 
 
 def test_programs_for_smaller_mini_batches_use_the_memory_of_the_largest(world):
-    step, _ = run(world, ReplayedStep, small(), dl.SGDM(0.1), epochs=4)
-    smaller = step._smaller[20, 0].program
-    assert smaller.arena is step.program.arena
-    for name, array in smaller._tables[0].items():
-        assert array is step.program._tables[0][name]
-    assert not smaller._world._result_buffers  # with several ranks, all buffers are shared
+    sizes = []
+
+    def store_size(step, iteration):
+        sizes.append(step.largest.memory.bytes)
+
+    step, _ = run(world, ReplayedStep, small(), dl.SGDM(0.1), store_size, epochs=4)
+    largest, smaller = step.programs.values()
+    assert smaller.memory is largest.memory and len(set(sizes)) == 1
+    net = step.net.parameters, step.net.state
+    for program in largest, smaller:  # both update the arrays of the network
+        assert program.is_current() and (step.net.parameters, step.net.state) == net
 
 
 @pytest.mark.parametrize("iteration", [6, 7, 8, 9, 10, 11, 12, 13])
@@ -224,13 +242,12 @@ def train_on_sizes(step_class, sizes, world):
 
 
 def test_mini_batches_of_many_sizes(world):
-    """The sizes change, for example, if images are skipped. At most four sizes are recorded."""
+    """The sizes change, for example, if images are skipped. At most five sizes are recorded."""
     sizes = [40, 25, 40, 24, 25, 23, 25, 40, 25, 24, 40, 24, 24, *[22, 21, 20] * 3]
     *expected, _ = train_on_sizes(EagerStep, sizes, world)
     *results_of_replays, step = train_on_sizes(ReplayedStep, sizes, world)
     assert results_of_replays == expected
-    recorded = [size for (size, _), r in step._smaller.items() if r is not None]
-    assert recorded == [25, 24, 22, 21] and step._smaller[20, 0] is None
+    assert [size for size, _ in step.programs] == [40, 25, 24, 23, 22]
 
 
 def test_a_smaller_mini_batch_that_cannot_be_recorded(world, monkeypatch):
@@ -248,7 +265,7 @@ def test_a_smaller_mini_batch_that_cannot_be_recorded(world, monkeypatch):
     monkeypatch.setattr(Recorder, "finish", refuse_third)
     *results_of_replays, step = train_on_sizes(ReplayedStep, sizes, world)
     assert results_of_replays == expected and len(programs) == 3
-    assert step.program is None and not step._smaller
+    assert step.programs is None
 
 
 def test_trainings_with_mixed_images_replay_steps(world, counts):
@@ -264,9 +281,9 @@ def test_trainings_with_mixed_images_replay_steps(world, counts):
 def test_trainings_replay_parts(world, counts):
     options = {"batch_size": 48, "accumulate": 3, "partial_minibatch": "discard"}
     replayed, _ = trained(world, **options)
-    assert len(counts) == 2 * 2 * 3  # of 12 parts, 11 are replayed, one of them also for the check
+    assert len(counts) == 2 * 2 * 3 - 1  # of 12 parts, the first is eager
     eager, _ = trained(world, graphs="off", **options)
-    assert len(counts) == 2 * 2 * 3
+    assert len(counts) == 2 * 2 * 3 - 1
     assert weights_sha256(replayed) == weights_sha256(eager)
 
 
@@ -292,24 +309,21 @@ def test_networks_of_the_zoo_are_recorded(net, world):
     store = dl.ArrayDatastore(images, np.arange(24) % classes)
     create = functools.partial(getattr(zoo, net), shape, classes)
     arguments = {"store": store, "batch": 20, "epochs": 3}
-    program = assert_equal(create, SOLVERS["sgdm"], world, **arguments).program
-    assert program is not None and None not in program._plans.values()
+    assert is_replayed(assert_equal(create, SOLVERS["sgdm"], world, **arguments))
 
 
 @pytest.fixture
 def stale_samples(monkeypatch):
-    """Make replays wrong: they reuse the dropout mask of the first mini-batch."""
-    set_samples = cpu_step.StepProgram._set_samples
+    """Make replays wrong: all dropout masks are those of sample 0."""
 
-    def set_once(self, batch):
-        if not self._samples.any():
-            set_samples(self, batch)
+    def samples(self, batch):
+        return batch.epoch, np.zeros(batch.blocks * 16, np.int64)
 
-    monkeypatch.setattr(cpu_step.StepProgram, "_set_samples", set_once)
+    monkeypatch.setattr(cpu_step.StepProgram, "samples", samples)
 
 
 def test_a_program_that_misses_an_input_is_not_used(world, stale_samples, capfd):
-    assert assert_equal(residual, SOLVERS["sgdm"], world).program is None
+    assert assert_equal(residual, SOLVERS["sgdm"], world).programs is None
     text = capfd.readouterr().err
     assert ("replayed and eager training steps differ" in text) == (world.rank == 0)
 
@@ -325,7 +339,8 @@ def test_ranks_that_replay_work_with_ranks_that_do_not(parts, world):
     if world.rank == 0:
         phases.store_spans(10_000)  # steps whose spans are stored run eagerly
     try:
-        assert assert_equal(small, SOLVERS["sgdm"], world, parts=parts).program is not None
+        step = assert_equal(small, SOLVERS["sgdm"], world, parts=parts)
+        assert step.largest.stage is Stage.CHECKED
     finally:
         phases.take_spans()
 
@@ -339,7 +354,7 @@ def test_a_replay_ends_before_the_update_if_the_loss_is_not_finite(is_guarded, w
     step.net.parameters["dense1.weight"][0] = np.nan
     before = {name: array.tobytes() for name, array in results(step.net, step.optimizer).items()}
     steps = step.optimizer.steps
-    (loss, *_), is_updated = step.program.step(images, labels)
+    (loss, *_), is_updated = step.largest.step(images, labels)
     after = {name: array.tobytes() for name, array in results(step.net, step.optimizer).items()}
     assert np.isnan(loss)
     assert (not is_updated, after == before, step.optimizer.steps == steps) == (is_guarded,) * 3
@@ -354,7 +369,8 @@ def test_changes_between_steps_are_noticed(world):
         if iteration == 7:
             step.optimizer.transforms[-1].momentum = 0.5
 
-    assert assert_equal(small, SOLVERS["sgdm"], world, change=change).program is not None
+    step = assert_equal(small, SOLVERS["sgdm"], world, change=change)
+    assert step.largest is not None
 
 
 def test_changes_of_the_decay_and_a_new_average_are_noticed(world):
@@ -398,7 +414,7 @@ def test_a_change_on_one_rank_alone(change, iteration, world):
             change(step)
 
     step = assert_equal(small, SOLVERS["sgdm"], world, change=change_on_last_rank, epochs=4)
-    assert step.program is not None and step.program.is_current()
+    assert is_replayed(step) and step.largest.is_current()
 
 
 def test_observers_get_the_gradients(world):
@@ -426,8 +442,7 @@ def test_arrays_that_others_hold_do_not_change(world):
 
 def test_trainings_replay_steps(world, counts):
     recorded, _ = trained(world)
-    # Of 6 mini-batches, one is recorded, two are smaller, and one is also replayed for the check.
-    assert len(counts) == 4
+    assert len(counts) == 4  # of 4 full and 2 smaller mini-batches, the first ones are eager
     eager, _ = trained(world, graphs="off")
     assert len(counts) == 4
     assert weights_sha256(recorded) == weights_sha256(eager)
@@ -480,4 +495,4 @@ def test_what_numpy_computes_stays_eager(world):
     def net():
         return small(dl.PReLU())  # NumPy sums the gradient of the slopes
 
-    assert assert_equal(net, SOLVERS["sgdm"], world).program is None
+    assert assert_equal(net, SOLVERS["sgdm"], world).programs is None

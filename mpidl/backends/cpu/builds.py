@@ -108,20 +108,25 @@ def texts(header):
     return {name: re.sub(r"\s+", "", result + arguments) for result, name, arguments in matches}
 
 
-on_call = (
-    None  # a function on_call(name, arguments) to call after each kernel call of a recorded step
-)
-_skipping = threading.local()  # has the attribute `active` in threads whose kernels do nothing
+_sinks = threading.local()  # has the attribute `recorder` in a thread that records a step
+
+
+def recorder():
+    """Return the `Recorder` of the step that this thread records, or None."""
+    return getattr(_sinks, "recorder", None)
 
 
 @contextlib.contextmanager
-def without_kernels():
-    """Let this thread's calls of kernels do nothing within the `with` block."""
-    _skipping.active = True
+def through(recorder):
+    """Pass this thread's kernel calls to a recorder within the `with` block; nothing is computed.
+
+    Functions of `ANY_THREAD` still run.
+    """
+    before, _sinks.recorder = getattr(_sinks, "recorder", None), recorder
     try:
         yield
     finally:
-        del _skipping.active
+        _sinks.recorder = before
 
 
 def _one_at_a_time(name, function, missing_bytes):
@@ -134,8 +139,8 @@ def _one_at_a_time(name, function, missing_bytes):
     def call(*arguments):
         global _in_pass
         me = threading.get_ident()
-        if hasattr(_skipping, "active"):
-            return None
+        if is_recorded and (sink := recorder()) is not None:
+            return sink.launch(name, arguments)
         if _in_pass == me:
             raise RuntimeError("a kernel was called from the progress hook of another kernel")
         with _one_pass:
@@ -147,8 +152,6 @@ def _one_at_a_time(name, function, missing_bytes):
             if missing_bytes.value:
                 nbytes, missing_bytes.value = missing_bytes.value, 0
                 raise MemoryError(f"cannot allocate {nbytes >> 20} MiB of scratch for a kernel")
-            if on_call is not None and is_recorded:
-                on_call(name, arguments)
             return result
 
     return call

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from mpidl.backends.cpu import arenas, recording
+from mpidl.backends.cpu import arenas, builds
+from mpidl.backends.cpu.arenas import address_of
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.reference.optimizer import CHUNK, METHODS, TRUST_METHODS
 
@@ -10,7 +11,8 @@ COLUMNS = 6  # fields of `struct parameter`: size, weight, gradient, new weight,
 
 
 def step_number(name, value):
-    return recording.scalar(name, value)
+    recorder = builds.recorder()
+    return value if recorder is None else recorder.scalar(name, value)
 
 
 def zeros_like(x):
@@ -26,25 +28,22 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     if not all(a.flags.writeable and a.flags.c_contiguous for arrays in state for a in arrays):
         raise TypeError(f"{formula}: expected writable C-ordered arrays as state")
     factors = [1.0] * len(weights) if factors is None else factors
-    # a step that is being recorded updates its learnables in place
-    stepped = list(weights) if recording.owns(weights) else _results(weights)
+    stepped = list(weights) if arenas.may_update(weights) else _results(weights)
     weights, gradients = _contiguous(weights, gradients)
     parameters = np.zeros((len(weights), COLUMNS), np.int64)
     rows = zip(weights, gradients, stepped, *state, strict=True)
     for row, arrays in zip(parameters, rows, strict=True):
         row[0] = arrays[0].size
-        row[1 : 1 + len(arrays)] = [recording.address_of(array) for array in arrays]
+        row[1 : 1 + len(arrays)] = [address_of(array) for array in arrays]
     state_arrays = [array for arrays in state for array in arrays]
-    recording.addresses(
-        parameters, [*weights, *gradients, *state_arrays], [*stepped, *state_arrays]
-    )
+    _addresses(parameters, [*weights, *gradients, *state_arrays], [*stepped, *state_arrays])
     fits = kernels().optimizer_step(
         formula.encode(),
         parameters,
-        recording.numbers(decays),
-        recording.numbers(factors),
+        _numbers(decays),
+        _numbers(factors),
         len(parameters),
-        recording.numbers(numbers),
+        _numbers(numbers),
         len(numbers),
         len(state),
     )
@@ -71,7 +70,7 @@ def clip(weights, gradients, decays, method, threshold):
     table, clipped = _scaling_table(weights, *copies)
     kernels().clip(
         table,
-        recording.numbers(decays),
+        _numbers(decays),
         arenas.empty((_tiles(clipped),), np.float64),
         arenas.empty((len(clipped),), np.float64),
         len(clipped),
@@ -86,8 +85,8 @@ def trust(weights, updates, decays, coefficients, method):
     table, scaled = _scaling_table(weights, *copies)
     kernels().trust(
         table,
-        recording.numbers(decays),
-        recording.numbers(coefficients),
+        _numbers(decays),
+        _numbers(coefficients),
         arenas.empty((2 * _tiles(scaled),), np.float64),
         arenas.empty((len(scaled),), np.float64),
         len(scaled),
@@ -104,12 +103,27 @@ def _scaling_table(learnables, weights, gradients):
     """
     scaled = _results(learnables)
     parameters = [
-        (recording.address_of(w), recording.address_of(g), recording.address_of(new), new.size)
+        (address_of(w), address_of(g), address_of(new), new.size)
         for w, g, new in zip(weights, gradients, scaled, strict=True)
     ]
     table = np.array(parameters, np.int64).reshape(-1, 4)
-    return recording.addresses(table, [*weights, *gradients], scaled), scaled
+    return _addresses(table, [*weights, *gradients], scaled), scaled
 
 
 def _tiles(arrays):
     return sum(-(-array.size // CHUNK) for array in arrays)
+
+
+def _numbers(values):
+    """Return values, which may differ between replays, as a float32 array for a kernel."""
+    array = np.array(values, np.float32)
+    if (recorder := builds.recorder()) is not None:
+        recorder.numbers(array, values)
+    return array
+
+
+def _addresses(table, reads, writes):
+    """Return an int64 table with the addresses of arrays that a kernel reads and writes."""
+    if (recorder := builds.recorder()) is not None:
+        recorder.table(table, reads, writes)
+    return table

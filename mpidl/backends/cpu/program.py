@@ -1,4 +1,4 @@
-"""Replay a training step that a `recording.Recorder` recorded, without Python between kernels."""
+"""Replay a training step that a `recorder.Recorder` recorded, without Python between kernels."""
 
 import ctypes
 import itertools
@@ -16,13 +16,13 @@ class Calls:
     ----------
     library : Library
         The library.
-    wait : callable
-        Function wait(address) that waits for the sum at this address. A replay calls `wait` if a
-        kernel call needs a sum that is not ready in time, and then repeats the kernel call.
+    waits : dict
+        {address of a sum: function that waits for it}. A replay calls this function if a kernel
+        call needs a sum that is not ready in time, and then repeats the kernel call.
     """
 
-    def __init__(self, library, wait):
-        self._library, self._wait, self._words, self._starts = library, wait, [], []
+    def __init__(self, library, waits):
+        self._library, self._waits, self._words, self._starts = library, waits, [], []
         self.types = {}  # {position: NumPy type of a number that is not an integer}
         self._check = library.position("need_finite")
 
@@ -62,7 +62,7 @@ class Calls:
     @classmethod
     def joined(cls, parts):
         """Return the calls of several finished objects as one object, which shares its memory."""
-        joined = cls(parts[0]._library, parts[0]._wait)
+        joined = cls(parts[0]._library, parts[0]._waits)
         joined._words = np.concatenate([part._words for part in parts])
         first = 0
         for part in parts:
@@ -80,7 +80,7 @@ class Calls:
             start = self._starts[complete]
             if self._words[start] == self._check:
                 return False
-            self._wait(int(self._words[start + 3]))  # the second argument of `sums_wait`
+            self._waits[int(self._words[start + 3])]()  # the second argument of `sums_wait`
             complete += self._library.play(self._words[start:], count - complete)
         return True
 
@@ -123,16 +123,26 @@ class Program:
         For each part, its `Calls` and functions without arguments, in order.
     inputs : Inputs
         The numbers and addresses that change between replays.
+    outputs : list of callable
+        Functions that return the results of the step after a replay.
+    places : list of (int, int)
+        Size and offset in bytes of each large array, in the order of their allocation; see
+        `PlannedArena.follow`.
     owners : object
         Object that keeps the memory of the program alive.
     """
 
-    def __init__(self, parts, inputs, owners):
-        self.parts, self.inputs, self._owners = parts, inputs, owners
+    def __init__(self, parts, inputs, outputs, places, owners):
+        self.parts, self.inputs, self.places = parts, inputs, places
+        self._outputs, self._owners = outputs, owners
         self._steps = []  # the steps of all parts, with consecutive calls as one step
         for kind, group in itertools.groupby(itertools.chain(*parts), type):
             steps = list(group)
             self._steps += [Calls.joined(steps)] if kind is Calls else steps
+
+    def results(self):
+        """Return the results of the last replay, as a list."""
+        return [output() for output in self._outputs]
 
     def run(self, part):
         """Run the part with this index, from 0."""

@@ -3,7 +3,10 @@
 import numpy as np
 from cpu_builds import needs_kernels
 
-from mpidl.backends.cpu import arenas, builds, optimizer, recording
+from mpidl.backends.cpu import arenas, builds, optimizer
+from mpidl.backends.cpu.arenas import address_of
+from mpidl.backends.cpu.optimizer import step_number
+from mpidl.backends.cpu.recorder import Recorder
 
 pytestmark = needs_kernels
 
@@ -11,16 +14,17 @@ pytestmark = needs_kernels
 def test_replays_read_new_inputs_and_numbers():
     x = np.linspace(-1, 1, 32, dtype=np.float32)
     result = np.zeros(32, np.float32)
-    recorder = recording.Recorder([result])
+    recorder = Recorder([result])
     recorder.input("x", x)
     with recorder.recording():
         y = arenas.empty(x.shape)
-        builds.kernels().leaky_relu(x, y, recording.scalar("slope", 0.25), 2)
+        builds.kernels().leaky_relu(x, y, step_number("slope", 0.25), 2)
         builds.kernels().copy(y, result, 32)
     program = recorder.finish()
+    program.run(0)
     np.testing.assert_array_equal(result, np.where(x > 0, x, x * np.float32(0.25)))
     other = np.linspace(-3, 5, 32, dtype=np.float32)
-    program.inputs.set_address("x", recording.address_of(other))
+    program.inputs.set_address("x", address_of(other))
     program.inputs.set_number("slope", 0.1)
     program.run(0)
     np.testing.assert_array_equal(result, np.where(other > 0, other, other * np.float32(0.1)))
@@ -29,14 +33,13 @@ def test_replays_read_new_inputs_and_numbers():
 
 def test_doubles_and_integers_are_passed_by_their_bits():
     old, value = np.zeros(3, np.float32), np.array([1.0, -2.0, 1e-3])
-    recorder = recording.Recorder([old])
+    recorder = Recorder([old])
     recorder.constant(value)
     with recorder.recording():
         new = arenas.empty((3,))
-        builds.kernels().running(old, value, recording.scalar("decay", 0.5), new, 3)
-        builds.kernels().copy(new, old, recording.scalar("count", 3))
+        builds.kernels().running(old, value, step_number("decay", 0.5), new, 3)
+        builds.kernels().copy(new, old, step_number("count", 3))
     program = recorder.finish()
-    old[...] = 0
     program.inputs.set_number("decay", 1 / 3)
     program.inputs.set_number("count", 2)
     program.run(0)
@@ -46,7 +49,7 @@ def test_doubles_and_integers_are_passed_by_their_bits():
 
 def test_parts_and_python_calls_run_in_order():
     x, order = np.ones(16, np.float32), []
-    recorder = recording.Recorder([x])
+    recorder = Recorder([x])
     with recorder.recording():
         builds.kernels().zero(x, 8)
         recorder.call_python(lambda: order.append(float(x[0])))
@@ -62,7 +65,7 @@ def test_parts_and_python_calls_run_in_order():
 
 def test_a_program_ends_early_if_a_number_is_not_finite():
     x, number, order = np.ones(16, np.float32), np.ones(1), []
-    recorder = recording.Recorder([x])
+    recorder = Recorder([x, number])
     with recorder.recording():
         builds.kernels().zero(x, 8)
         recorder.need_finite(number)
@@ -84,18 +87,21 @@ def test_a_program_ends_early_if_a_number_is_not_finite():
 def test_learnables_are_updated_in_place():
     w, velocity = np.ones(20, np.float32), np.zeros(20, np.float32)
     gradient = np.full(20, 2, np.float32)
-    recorder = recording.Recorder([w, velocity])
+    recorder = Recorder([w, velocity])
     recorder.input("gradient", gradient)
 
     def step(rate):
         return optimizer.optimizer_step("sgdm", [w], [gradient], [[velocity]], [rate, 0.5], [0.0])
 
     with recorder.recording():
-        assert step(recording.scalar("rate", 0.25))[0] is w
+        assert step(step_number("rate", 0.25))[0] is w
     program = recorder.finish()
-    assert recorder.problem is None and w[0] == 0.5 and velocity[0] == -0.5
+    assert recorder.problem is None
+    program.inputs.set_number("rate", 0.25)
+    program.run(0)
+    assert w[0] == 0.5 and velocity[0] == -0.5
     other = np.full(20, 4, np.float32)
-    program.inputs.set_address("gradient", recording.address_of(other))
+    program.inputs.set_address("gradient", address_of(other))
     program.inputs.set_number("rate", 0.125)
     program.run(0)
     assert velocity.tolist() == [-0.75] * 20 and w.tolist() == [-0.25] * 20

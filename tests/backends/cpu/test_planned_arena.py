@@ -1,12 +1,11 @@
 """Check that arrays get their planned places, and other memory where a place is not free."""
 
 import numpy as np
-import pytest
-from cpu_builds import needs_kernels
 
 from mpidl.backends import memory_plan
-from mpidl.backends.cpu import arenas, builds
-from mpidl.backends.cpu.planned_arena import PLANNED, Lifetimes, Plan, PlannedArena
+from mpidl.backends.cpu import arenas
+from mpidl.backends.cpu.planned_arena import PLANNED, PlannedArena
+from mpidl.backends.cpu.recorder import Recorder
 
 KIB = 1 << 10
 
@@ -19,7 +18,7 @@ def empty(arena, nbytes):
     return arenas.empty((nbytes,), np.uint8, arena)
 
 
-def step(arena):
+def step(arena=None):
     """Allocate arrays like a step: a gradient remains, where best fit leaves no room for `last`."""
     first, second = (empty(arena, 600 * KIB) for _ in range(2))
     places = [place(first), place(second)]
@@ -30,29 +29,32 @@ def step(arena):
     return [*places, place(gradient), place(last)], (gradient, last)
 
 
-def plan_of(function):
-    arena = Lifetimes()
-    result = function(arena)
-    plan = arena.plan()
-    del result
-    return plan
+def places_of(function):
+    """Return the planned places of the arrays that a function allocates, and their bytes."""
+    recorder = Recorder([])
+    with recorder.recording():
+        results = function()
+        del results
+    places = recorder.finish().places
+    return places, max(offset + size for size, offset in places)
 
 
 def test_arrays_get_their_planned_places():
-    plan = plan_of(step)
-    assert plan.nbytes == 1712 * KIB  # the gradient and the last array
+    places, nbytes = places_of(step)
+    assert nbytes == 1712 * KIB  # the gradient and the last array
     arena = PlannedArena()
+    start = arena.reserve(nbytes)
     for _ in range(2):
-        arena.follow(plan)
-        places, _ = step(arena)
-        offsets = [address - min(places) for address in places]
-        assert offsets == [offset for _, offset in plan.places]
+        arena.follow(places)
+        addresses, _ = step(arena)
+        assert [address - start for address in addresses] == [offset for _, offset in places]
 
 
 def test_a_place_that_is_not_free_is_not_used(monkeypatch):
     monkeypatch.setattr(arenas, "REGION", arenas.HUGE)
     arena, size = PlannedArena(), 1024 * KIB
-    arena.follow(Plan([(size, 0), (size, 0), (size, size)], 2 * size))
+    arena.reserve(2 * size)
+    arena.follow([(size, 0), (size, 0), (size, size)])
     arrays = [empty(arena, size) for _ in range(3)]
     for value, array in enumerate(arrays):
         array[...] = value
@@ -62,21 +64,20 @@ def test_a_place_that_is_not_free_is_not_used(monkeypatch):
 
 def test_small_arrays_never_use_planned_places():
     arena = PlannedArena()
-    arena.follow(Plan([(PLANNED, 0)], PLANNED))
+    start = arena.reserve(PLANNED)
+    arena.follow([(PLANNED, 0)])
     small = [empty(arena, PLANNED - 64) for _ in range(100)]
-    start, nbytes = arena._start, arena._nbytes
-    assert all(not start <= place(array) < start + nbytes for array in small)
+    assert all(not start <= place(array) < start + arena.bytes for array in small)
     assert place(empty(arena, PLANNED)) == start
     address = place(small.pop())
     assert place(empty(arena, PLANNED - 64)) == address
 
 
-@pytest.mark.parametrize("plan", [None, Plan([], 0), Plan([(4096 * KIB, 0)], 4096 * KIB)])
-def test_without_a_usable_plan_memory_is_allocated_by_best_fit(plan, monkeypatch):
+def test_arrays_without_places_are_allocated_by_best_fit(monkeypatch):
     monkeypatch.setattr(arenas, "REGION", arenas.HUGE)
     arena = PlannedArena()
-    arena.follow(Plan([(PLANNED, 0)], PLANNED))
-    arena.follow(plan)
+    arena.reserve(PLANNED)
+    arena.follow([])
     array = empty(arena, 4096 * KIB)
     array[...] = 1
     assert arena.bytes == arenas.HUGE + 4096 * KIB
@@ -96,13 +97,3 @@ def test_random_buffers_do_not_overlap():
     largest_sum = (memory >= 0).sum(1).max() * 64
     assert largest_sum <= nbytes <= 1.25 * largest_sum
     assert memory_plan.place([]) == ([], 0)
-
-
-@needs_kernels
-def test_kernels_can_be_skipped():
-    x, y = np.ones(16, np.float32), np.zeros(16, np.float32)
-    with builds.without_kernels():
-        builds.kernels().relu(x, y, 1, 1, 1)
-    assert not y.any()
-    builds.kernels().relu(x, y, 1, 1, 1)
-    assert y.all()
