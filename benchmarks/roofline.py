@@ -137,7 +137,7 @@ def measure(
             counts[name, shape] = counts.get((name, shape), 0) + 1
     step, step_seconds = _timed_step(net, options, yardsticks.clock)
     moved = SGDM_ARRAYS * sum(weight.nbytes for weight in net.parameters.values())
-    update = passes.Case(OPTIMIZER, "update", (), step.step.program.update, 0, moved)
+    update = passes.Case(OPTIMIZER, "update", (), step.step.largest.update, 0, moved)
     seconds = kernels.measure(update, yardsticks, options.rounds)["ms"] / 1e3
     timed["update", ()] = len(net.layers) + 1, OPTIMIZER, update, seconds
     counts["update", ()] = 1

@@ -23,6 +23,7 @@ from mpidl.core.blocks import LANES, Batch, Blocked
 from mpidl.core.grad import value_and_grad
 from mpidl.losses import label_loss
 from mpidl.training.optimizers import Optimizer
+from mpidl.training.recorded_step import record
 
 if TYPE_CHECKING:
     from mpidl.comm.world import World
@@ -143,8 +144,8 @@ class StepProgram:
         recorder.input("images", images.lanes)
         recorder.input("targets", targets.lanes)
         batch = dataclasses.replace(images.batch, device=self)
-        arguments = Blocked(images.lanes, batch), Blocked(targets.lanes, batch)
-        places = self._record(recorder, objective, arguments, includes_update)
+        recorded = Blocked(images.lanes, batch), Blocked(targets.lanes, batch)
+        places = self._record(recorder, objective, *recorded, includes_update)
         self._program: Program = recorder.finish()
         self._gradients, self.state = (
             {name: v.view() if isinstance(v, Place) else v for name, v in table.items()}
@@ -152,37 +153,31 @@ class StepProgram:
         )
         self.problem = recorder.problem
 
-    def _record(self, recorder, objective, arguments, includes_update):
+    def _record(self, recorder, objective, images, targets, includes_update):
         """Record the step. Return {name: Place} of the gradients and of the new state."""
-        net, optimizer = self._net, self._optimizer
+        net, places = self._net, [{}, {}]
+
+        def at_update(results):
+            value, gradients, state = results
+            for table, arrays in zip(places, (gradients, state), strict=True):
+                for name, array in arrays.items():
+                    is_new = array is not net.state.get(name)
+                    table[name] = recorder.place(array) if is_new else array
+            if includes_update:
+                root = recorder.is_finite_with(value[0])
+                if root is not None:
+                    recorder.need_finite(root)
+                    self.checks_loss = True
+                recorder.next_part()
+            return includes_update
+
+        compute = value_and_grad(objective, reduce=self._world)
         try:
             with recorder.recording():
-                compute = value_and_grad(objective, reduce=self._world)
-                value, gradients, state = compute(net, *arguments)
-                places = [
-                    {name: recorder.place(array) for name, array in gradients.items()},
-                    {
-                        name: array if array is net.state[name] else recorder.place(array)
-                        for name, array in state.items()
-                    },
-                ]
-                for number in value:
-                    recorder.output(number)
-                if includes_update:
-                    root = recorder.is_finite_with(value[0])
-                    if root is not None:
-                        recorder.need_finite(root)
-                        self.checks_loss = True
-                    recorder.next_part()
-                    updated = optimizer.apply(net.parameters, gradients, optimizer.numbers())
-                    for news, olds in ((updated, net.parameters), (state, net.state)):
-                        for name, old in olds.items():
-                            if news[name] is not old:
-                                builds.kernels().copy(news[name], old, old.size)
-            return places
+                record(recorder, net, self._optimizer, compute, images, targets, at_update)
         except Exception as error:  # Python code may fail, because nothing is computed
             recorder.refuse(f"{type(error).__name__}: {error}")
-            return [{}, {}]
+        return places
 
     @contextlib.contextmanager
     def planned_memory(self, program: StepProgram | None) -> Iterator[None]:

@@ -10,6 +10,7 @@ from mpidl.backends.gpu.program import ROWS
 from mpidl.backends.gpu.recorder import Recorder
 from mpidl.backends.gpu.sums import Counts, Pending
 from mpidl.core import phases
+from mpidl.training.recorded_step import record
 
 if TYPE_CHECKING:
     from mpidl.data.loading.device_queue import Reader
@@ -53,14 +54,8 @@ class StepProgram:
         optimizer.prepare(net.parameters)
         recorder = Recorder(launching.device())
         with launching.through(recorder), phases.named_places():
-            images, labels = reader.read()
-            self.value, gradients, state = gradient(net, images, labels)
-            with phases.span("update"):
-                parameters = optimizer.apply(net.parameters, gradients, optimizer.numbers())
-            for updated, arrays in ((parameters, net.parameters), (state, net.state)):
-                for name, array in arrays.items():
-                    if updated[name] is not array:
-                        recorder.carry(updated[name], array)
+            record(recorder, net, optimizer, gradient, *reader.read())
+            self.value = recorder.values
             outputs = {
                 f"{i}.{j}": root
                 for i, pending in enumerate(self.value)

@@ -38,7 +38,7 @@ class Recorder:
 
     def __init__(self, device):
         self.device = device
-        self.steps, self.planned, self.tables, self.carried = [], [], [], []
+        self.steps, self.planned, self.tables, self.stored, self.values = [], [], [], [], []
         self.controls = Planned(0)  # `finish` allocates `controls`, once the size is known
         self.slots, self.words = {}, 0  # {name: (Array, initial value)}
         self.touched = {}  # {id(buffer): (first, last operation)} of buffers outside the slab
@@ -92,9 +92,13 @@ class Recorder:
         """Record an operation that gathers `source` from all ranks into `target`, GPU to GPU."""
         self._step(Between(mover, source, target), [source, target])
 
-    def carry(self, new, old):
+    def store(self, new, old):
         """Let the next training step read the value of `new` where this step reads `old`."""
-        self.carried.append((new, old))
+        self.stored.append((new, old))
+
+    def output(self, value):
+        """Add a result of the step to `values`."""
+        self.values.append(value)
 
     def _step(self, step, arrays):
         index = len(self.steps)
@@ -121,7 +125,7 @@ class Recorder:
         graphs : bool
             Whether to capture the segments as CUDA graphs.
         """
-        self._carry()
+        self._store()
         ends = list(outputs.values())
         addresses = self.table([[array] for array in ends])
         counter = launching.persistent((2,), np.int32)
@@ -144,18 +148,18 @@ class Recorder:
         memory = ring, results, self.slots, list(outputs), owners, nbytes
         return Program(self.device, segments, *memory, graphs)
 
-    def _carry(self):
+    def _store(self):
         """Store each new array in the memory of its old array, or copy it there after the step.
 
         All new arrays in one buffer move together or not at all. Otherwise, an array that moves
         could overwrite a neighbour that stays, such as a frozen weight.
         """
         pieces = {}
-        for new, old in self.carried:
+        for new, old in self.stored:
             pieces.setdefault(id(new.buffer), []).append((new, old))
         for pairs in pieces.values():
             self._take_place(pairs)
-        for new, old in self.carried:
+        for new, old in self.stored:
             if _place(new) != _place(old):
                 self._step(Copy(old, new), [new, old])
 

@@ -223,7 +223,7 @@ def test_a_recorded_chain_replays_with_the_numbers_of_each_step(device, name, co
     with launching.through(recorder):
         stepped = recorded.apply(device_weights, device_gradients, recorded.numbers())
         for key, old in device_weights.items():
-            recorder.carry(stepped[key], old)
+            recorder.store(stepped[key], old)
         result = launching.scalar("result", 0.0, np.float64)  # a program needs a result
     program = recorder.finish({"result": result}, graphs=False)
     for step in range(count):

@@ -93,7 +93,7 @@ class ReadProgram:
             for value, copy in zip(values, self.copies, strict=True):
                 if value is not None:
                     copy.order = value.lanes.order
-                    recorder.carry(value.lanes, copy)
+                    recorder.store(value.lanes, copy)
             count = values[0].batch.per_image.array
             self.program = recorder.finish({"per image": count})
 

@@ -89,7 +89,7 @@ def test_a_carried_value_is_read_by_the_next_step(device):
 
     def step(recorder):
         new = copy(total)  # reads the old value and overwrites it
-        recorder.carry(new, total)
+        recorder.store(new, total)
         addresses.append(new)
         return new
 
@@ -105,7 +105,7 @@ def test_an_old_value_is_not_overwritten_before_its_last_read(device):
     def step(recorder):
         new = copy(launching.scalar("rate", 0.0, np.float64))
         old = copy(total)
-        recorder.carry(new, total)
+        recorder.store(new, total)
         return old
 
     recorded, recorder = record(device, step)
