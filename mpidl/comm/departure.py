@@ -12,7 +12,7 @@ from mpidl import side_process
 from mpidl.comm import acts, exit_guard
 
 if TYPE_CHECKING:
-    from mpidl.comm.transport import Transport
+    from mpidl.comm.job_guard import JobTransport
 
 LEAVING = "leaving"  # activity of a rank that has ended its program and waits for other ranks
 OPERATION = "the end of the program on all ranks"
@@ -31,11 +31,11 @@ class Departure:
 
     Parameters
     ----------
-    transport : Transport
+    transport : JobTransport
         The transport of all ranks of the job.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: JobTransport) -> None:
         self.transport = transport
         self._look_time = time.monotonic() + LOOK_SECONDS
         self._left: set[int] = {transport.rank}
@@ -55,12 +55,12 @@ class Departure:
         self._all_asked = is_waiting
         asked_ranks = remaining if is_waiting else sorted(remaining)[:1]
         for rank in set(asked_ranks) - self._unanswered:
-            self.transport.roll_call.ask(rank)
+            self.transport.guard.roll_call.ask(rank)
             self._unanswered.add(rank)
 
     def _read_answers(self):
         """Read the answers that have arrived; return whether a rank repeated its last answer."""
-        answers = self.transport.roll_call.answers()
+        answers = self.transport.guard.roll_call.answers()
         self._unanswered -= answers.keys()
         self._left |= {rank for rank, act in answers.items() if act.startswith(f"{LEAVING}:")}
         is_waiting = any(
@@ -85,7 +85,7 @@ class Departure:
         transport.abort(1)
 
 
-def start_exit_guard(transport: Transport) -> None:
+def start_exit_guard(transport: JobTransport) -> None:
     """On the first rank of each host, start the exit guard, which watches the ranks of the host.
 
     All ranks must be about to call MPI_Finalize, in which they wait for each other.
@@ -96,7 +96,7 @@ def start_exit_guard(transport: Transport) -> None:
         return
     words = [sys.executable, "-I", "-S", exit_guard.__file__, str(transport.timeout)]
     for rank in ranks:
-        address = transport.peers[rank].address
+        address = transport.guard.peers[rank].address
         if acts.state_of(address) != acts.HIDDEN:
             tick = exit_guard.start_tick(address.pid)
             name = f"rank {rank} on host {host} (process {address.pid})"

@@ -21,7 +21,7 @@ from mpidl.comm.departure import LEAVING, OPERATION, Departure, start_exit_guard
 from mpidl.errors import Fault, UserError
 
 if TYPE_CHECKING:
-    from mpidl.comm.transport import Transport
+    from mpidl.comm.job_guard import JobTransport
 
 # For each launcher, {variable with the number of tasks: variable with the index of this task}.
 LAUNCHERS = {
@@ -92,10 +92,10 @@ def refuse_foreign_launcher(size: int, library: str) -> None:
         )
 
 
-_transport: Transport | None = None  # transport of this process's largest world
+_transport: JobTransport | None = None  # transport of this process's largest world
 
 
-def abort_on_exception(transport: Transport) -> None:
+def abort_on_exception(transport: JobTransport) -> None:
     """End the job on all ranks after an uncaught exception on this rank.
 
     If there are several ranks, install an exception hook and an exit function. The exit function
@@ -111,7 +111,7 @@ def abort_on_exception(transport: Transport) -> None:
     atexit.register(_leave_together)
 
 
-def replace_transport(old: Transport, new: Transport) -> None:
+def replace_transport(old: JobTransport, new: JobTransport) -> None:
     """After a loss of ranks, let the hook and the exit function use the new transport."""
     global _transport
     if _transport is old:

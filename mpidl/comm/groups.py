@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from mpidl.comm import watchdog
 from mpidl.comm.devices import RankGpus, find_gpus
+from mpidl.comm.job_guard import JobTransport
+from mpidl.comm.job_world import World
 from mpidl.comm.messaging import Messaging
 from mpidl.comm.thread_budget import Cores, available_cores
-from mpidl.comm.transport import Cancelled, Transport
-from mpidl.comm.world import World
+from mpidl.comm.transport import Cancelled
 from mpidl.errors import Fault, UserError
 
 T = TypeVar("T")
@@ -86,9 +86,9 @@ class Group:
             )
         self.job, self.index, self.count = job, job.rank // size, job.size // size
         # The worlds of tasks are created from this communicator.
-        with watchdog.guard("the start of a group", job.transport.timeout):
+        with job.transport.blocking("the start of a group"):
             self._comm = job.transport.comm.Split(self.index, job.rank)
-        self.ranks = Messaging(Transport(self._comm, job.transport.timeout))
+        self.ranks = Messaging(JobTransport(self._comm, job.transport.timeout))
         self.ranks.transport.oversubscribed = job.transport.oversubscribed
         self.is_leader = self.ranks.rank == 0
         cores = job.allgather((job.host, available_cores()))
@@ -189,7 +189,7 @@ class Group:
     def close(self) -> None:
         """Free the communicators of the group. Collective over the group."""
         self.ranks.transport.close()
-        with watchdog.guard("the end of a group", self.job.transport.timeout):
+        with self.job.transport.blocking("the end of a group"):
             self._comm.Free()
 
     @staticmethod

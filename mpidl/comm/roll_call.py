@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpidl.comm import acts
-from mpidl.comm.hang_report import Hang
+from mpidl.comm.hang_report import Hang, Peer
 
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
@@ -36,10 +36,12 @@ class RollCall:
     ----------
     transport : Transport
         The connection to the other ranks, which also stores the activity of this rank.
+    peers : sequence of Peer
+        Host and process of each rank.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    def __init__(self, transport: Transport, peers: Sequence[Peer]) -> None:
+        self.transport, self.peers = transport, peers
         self._neighbour = self._next_rank_of_host()
         self._look_time, self._stopped_since = 0.0, math.inf
         self._sent: list[Any] = []  # requests of sent messages that MPI may still read
@@ -58,7 +60,7 @@ class RollCall:
         if self._neighbour is None or now - self._look_time < NEIGHBOUR_SECONDS:
             return False
         self._look_time = now
-        if acts.state_of(self.transport.peers[self._neighbour].address) not in acts.STOPPED:
+        if acts.state_of(self.peers[self._neighbour].address) not in acts.STOPPED:
             self._stopped_since = math.inf
         else:
             self._stopped_since = min(self._stopped_since, now)
@@ -118,7 +120,7 @@ class RollCall:
             return
         answers[transport.rank] = self._own_act(operation)
         sightings = self._look_at_silent(operation, answers)
-        hang = Hang(transport.peers, f"{transport.activity}: {problem}", answers, sightings)
+        hang = Hang(self.peers, f"{transport.activity}: {problem}", answers, sightings)
         print(hang.report(transport.report_folder), file=sys.stderr, flush=True)
         transport.abort(1)
 
@@ -146,7 +148,7 @@ class RollCall:
                 answers[rank] = sighting.act
         silent = [rank for rank in ranks if rank not in answers]
         summary = f"{transport.activity}: {operation} did not complete within {limit:g} s"
-        hang = Hang(transport.peers, summary, answers, self._look_at(silent), ELSEWHERE)
+        hang = Hang(self.peers, summary, answers, self._look_at(silent), ELSEWHERE)
         return hang.report(transport.report_folder)
 
     def _next_rank_of_host(self):
@@ -183,7 +185,7 @@ class RollCall:
         return rivals
 
     def _look_at(self, ranks: Sequence[int], stacks=True):
-        addresses = [self.transport.peers[rank].address for rank in ranks]
+        addresses = [self.peers[rank].address for rank in ranks]
         return dict(zip(ranks, acts.look_at(addresses, stacks), strict=True))
 
     def _look_at_silent(self, operation, answers):

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from mpidl.backends.cpu import builds
-from mpidl.comm import failure, ulfm, watchdog
-from mpidl.comm.transport import START_SECONDS, Transport
+from mpidl.comm import failure, ulfm
+from mpidl.comm.job_guard import JobTransport
+from mpidl.comm.transport import START_SECONDS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpidl.comm.world import World
+    from mpidl.comm.job_world import World
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ def attempt(world: World, task: Callable[[], T], recover: Callable[[], object]) 
             result = task()
             world.gop("and", True)  # unlike `ulfm.agree`, this wait has a time-out
             is_agreed = True
-            with watchdog.guard(OPERATION, world.transport.timeout):
+            with world.transport.blocking(OPERATION):
                 if ulfm.agree(world.transport.comm, True):
                     return result
         except Exception as error:
@@ -82,7 +83,7 @@ def shrink(world: World, is_agreed: bool = False) -> None:
     with contextlib.suppress(Exception):  # a kernel's hook may have stored the same error
         builds.watch(None)
     old = world.transport
-    with watchdog.guard(OPERATION, old.timeout + START_SECONDS):
+    with old.blocking(OPERATION, old.timeout + START_SECONDS):
         old.comm.Revoke()
         old.control.Revoke()
         if not is_agreed:
@@ -100,10 +101,10 @@ def shrink(world: World, is_agreed: bool = False) -> None:
     failure.replace_transport(old, transport)
 
 
-def _new_transport(comm: MPI.Comm, old: Transport) -> Transport | None:
+def _new_transport(comm: MPI.Comm, old: JobTransport) -> JobTransport | None:
     """Return a transport with the settings of the old transport; None if more ranks are lost."""
     try:
-        transport = Transport(comm, old.timeout)
+        transport = JobTransport(comm, old.timeout)
     except Exception as error:
         if not ulfm.is_loss(error, comm):
             raise

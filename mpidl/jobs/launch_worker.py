@@ -48,7 +48,7 @@ def main(folder: str) -> None:
                 threading.Thread(target=_interrupt, args=(folder,), daemon=True).start()
             _redirect_output(rank, task["show"])
             sys.path[:], sys.argv[:] = task["path"], task["argv"]
-            from mpidl.comm.world import World
+            from mpidl.comm.job_world import World
 
             world = World()
             rank, host = world.rank, world.host

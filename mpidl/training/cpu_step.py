@@ -24,7 +24,7 @@ from mpidl.losses import label_loss
 from mpidl.training.optimizers import Optimizer
 
 if TYPE_CHECKING:
-    from mpidl.comm.world import World
+    from mpidl.comm.job_world import World
     from mpidl.nn import Network
 
 GRADIENT, UPDATE = range(2)  # indices of the two parts of a recorded step

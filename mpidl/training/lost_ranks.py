@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidl.comm import World
-from mpidl.comm.world import LostRank
+from mpidl.comm.job_world import LostRank
 from mpidl.evaluation.validation import BEST
 from mpidl.training import skipped_images
 from mpidl.training.files import run_state

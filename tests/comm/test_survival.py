@@ -1,5 +1,6 @@
 """Test that a task is repeated after each loss of ranks, until all remaining ranks complete it."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ class Ranks:
 
     def __init__(self, size=4, votes=()):
         self.size, self.calls, self.votes = size, [], list(votes)
-        self.transport = SimpleNamespace(comm=None, timeout=60)
+        self.transport = SimpleNamespace(comm=None, timeout=60, blocking=nullcontext)
 
     def gop(self, operation, value):
         return value

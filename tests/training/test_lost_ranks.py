@@ -12,7 +12,7 @@ from short_training import pictures, small
 
 import mpidl as dl
 from mpidl.comm import survival
-from mpidl.comm.world import LostRank
+from mpidl.comm.job_world import LostRank
 from mpidl.errors import UserError
 from mpidl.report import Console, metrics
 from mpidl.training import lost_ranks
