@@ -29,7 +29,6 @@ from mpidl import data as data
 from mpidl import nn as nn
 from mpidl import ops as ops
 from mpidl.backends import configure as configure
-from mpidl.comm import World as World
 from mpidl.core import keyed as keyed
 from mpidl.core.blocks import Batch as Batch
 from mpidl.core.blocks import Blocked as Blocked
@@ -96,6 +95,7 @@ from mpidl.ops.pool import *
 from mpidl.ops.probabilities import *
 from mpidl.ops.reductions import *
 from mpidl.ops.transposed import *
+from mpidl.ranks.world import World as World
 from mpidl.report.history import History as History
 from mpidl.report.history import history as history
 from mpidl.training.files.model_file import load_model as load_model

@@ -1,5 +1,5 @@
 """Communication between ranks. Only this package calls MPI."""
 
-from mpidl.comm.job_world import World
+from mpidl.comm.world import World
 
 __all__ = ["World"]

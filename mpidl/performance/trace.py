@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpidl.comm import World
 from mpidl.comm.recorded_world import RecordedWorld
 from mpidl.comm.reducer import BUCKET_BYTES, Reducer, is_on_host
 from mpidl.core import fold, phases
 from mpidl.core.fold import Partial
 from mpidl.errors import UserError
+from mpidl.ranks.world import World
 
 if TYPE_CHECKING:
     from mpidl.backends.cpu.recording import Recorder

@@ -24,8 +24,8 @@ from mpidl.losses import label_loss
 from mpidl.training.optimizers import Optimizer
 
 if TYPE_CHECKING:
-    from mpidl.comm.job_world import World
     from mpidl.nn import Network
+    from mpidl.ranks.world import World
 
 GRADIENT, UPDATE = range(2)  # indices of the two parts of a recorded step
 

@@ -11,7 +11,7 @@ from mpidl.data import partition
 from mpidl.training.late_ranks import LateRanks
 
 if TYPE_CHECKING:
-    from mpidl.comm import World
+    from mpidl.ranks.world import World
     from mpidl.training.progress import EpochSummary
     from mpidl.training.trainer import Trainer
 

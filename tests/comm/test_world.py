@@ -9,11 +9,11 @@ import pytest
 from single_rank import numbers
 
 import mpidl as dl
-from mpidl.comm import World
-from mpidl.comm.job_guard import JobTransport
-from mpidl.comm.thread_budget import available_cores
 from mpidl.core.fold import replicated
 from mpidl.errors import FolderInUse, LostLock, StorageFault, UserError
+from mpidl.ranks.job_guard import JobTransport
+from mpidl.ranks.thread_budget import available_cores
+from mpidl.ranks.world import World
 
 
 def test_ranks_are_numbered_once(world):

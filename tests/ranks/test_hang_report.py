@@ -1,7 +1,7 @@
 """Test the message about a hanging job, and the file with the complete report."""
 
-from mpidl.comm import hang_report
-from mpidl.comm.acts import Address, Sighting
+from mpidl.ranks import hang_report
+from mpidl.ranks.acts import Address, Sighting
 
 PEERS = [hang_report.Peer(f"n{rank // 2}", Address(100 + rank, "", 3, 4)) for rank in range(6)]
 STACKS = 'Thread 0x1 (most recent call first):\n  File "net.py", line 3 in forward'

@@ -12,9 +12,9 @@ import platform
 import sys
 from types import ModuleType, SimpleNamespace
 
-from mpidl.comm import failure, mpi_start, ulfm
 from mpidl.errors import UserError
 from mpidl.quick_imports import QuickImports
+from mpidl.ranks import failure, mpi_start, ulfm
 from mpidl.text import pip_install
 
 

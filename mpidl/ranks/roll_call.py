@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpidl.comm import acts
-from mpidl.comm.hang_report import Hang, Peer
+from mpidl.ranks import acts
+from mpidl.ranks.hang_report import Hang, Peer
 
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport

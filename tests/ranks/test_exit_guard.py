@@ -9,7 +9,7 @@ import sys
 import pytest
 from limits import wait_until
 
-from mpidl.comm import exit_guard
+from mpidl.ranks import exit_guard
 
 
 @pytest.fixture

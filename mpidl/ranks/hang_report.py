@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mpidl.comm import acts
 from mpidl.errors import UserError
 from mpidl.files import write_whole
+from mpidl.ranks import acts
 
 NAME = "hang-report.txt"  # name of the file in the folder of the run
 MAX_RANKS = 16  # limit for silent and for waiting ranks in the message; the file lists all ranks

@@ -10,10 +10,11 @@ import pytest
 from image_sets import refusal
 
 from mpidl.backends.gpu.discovery import Gpu, Visible
-from mpidl.comm import devices, nccl
-from mpidl.comm.devices import RankGpus, assign_gpus, parse_gpus, parse_ranges, slurm_gpus
+from mpidl.comm import nccl
 from mpidl.comm.nccl import Capabilities, choose_transport
 from mpidl.errors import UserError
+from mpidl.ranks import devices
+from mpidl.ranks.devices import RankGpus, assign_gpus, parse_gpus, parse_ranges, slurm_gpus
 
 
 def gpu(letter, index=0, name="NVIDIA H100", architecture="sm_90", processors=132):

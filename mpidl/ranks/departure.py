@@ -9,10 +9,10 @@ import time
 from typing import TYPE_CHECKING
 
 from mpidl import side_process
-from mpidl.comm import acts, exit_guard
+from mpidl.ranks import acts, exit_guard
 
 if TYPE_CHECKING:
-    from mpidl.comm.job_guard import JobTransport
+    from mpidl.ranks.job_guard import JobTransport
 
 LEAVING = "leaving"  # activity of a rank that has ended its program and waits for other ranks
 OPERATION = "the end of the program on all ranks"

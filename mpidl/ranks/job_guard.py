@@ -8,11 +8,11 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from mpidl.comm import acts, serial, thread_budget, ulfm, watchdog
 from mpidl.comm.guard import Guard
-from mpidl.comm.hang_report import Peer
-from mpidl.comm.roll_call import RollCall
 from mpidl.comm.transport import Transport
+from mpidl.ranks import acts, serial, thread_budget, ulfm, watchdog
+from mpidl.ranks.hang_report import Peer
+from mpidl.ranks.roll_call import RollCall
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -12,7 +12,7 @@ from mpidl import backends, startup
 from mpidl.text import host_list
 
 if TYPE_CHECKING:
-    from mpidl.comm.job_world import World
+    from mpidl.ranks.world import World
 
 CGROUP_FOLDER = "/sys/fs/cgroup"
 STATISTICS = "/proc/stat"

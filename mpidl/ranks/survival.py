@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from mpidl.backends.cpu import builds
-from mpidl.comm import failure, ulfm
-from mpidl.comm.job_guard import JobTransport
 from mpidl.comm.transport import START_SECONDS
+from mpidl.ranks import failure, ulfm
+from mpidl.ranks.job_guard import JobTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpidl.comm.job_world import World
+    from mpidl.ranks.world import World
 
 T = TypeVar("T")
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidl import quick_imports, startup
-from mpidl.comm import srun, ulfm
-from mpidl.comm.departure import LEAVING, OPERATION, Departure, start_exit_guard
 from mpidl.errors import Fault, UserError
+from mpidl.ranks import srun, ulfm
+from mpidl.ranks.departure import LEAVING, OPERATION, Departure, start_exit_guard
 
 if TYPE_CHECKING:
-    from mpidl.comm.job_guard import JobTransport
+    from mpidl.ranks.job_guard import JobTransport
 
 # For each launcher, {variable with the number of tasks: variable with the index of this task}.
 LAUNCHERS = {

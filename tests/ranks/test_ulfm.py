@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpidl.comm import ulfm
+from mpidl.ranks import ulfm
 
 OPEN_MPI = "Open MPI", (5, 0, 11)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpidl.comm import mpi_start
+from mpidl.ranks import mpi_start
 
 
 @pytest.fixture

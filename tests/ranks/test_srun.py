@@ -3,8 +3,8 @@
 import pytest
 
 import mpidl as dl
-from mpidl.comm import srun
 from mpidl.jobs.launcher import launcher
+from mpidl.ranks import srun
 
 NEW = """MPI plugin types are...
 \tnone

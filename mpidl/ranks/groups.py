@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from mpidl.comm.devices import RankGpus, find_gpus
-from mpidl.comm.job_guard import JobTransport
-from mpidl.comm.job_world import World
 from mpidl.comm.messaging import Messaging
-from mpidl.comm.thread_budget import Cores, available_cores
 from mpidl.comm.transport import Cancelled
 from mpidl.errors import Fault, UserError
+from mpidl.ranks.devices import RankGpus, find_gpus
+from mpidl.ranks.job_guard import JobTransport
+from mpidl.ranks.thread_budget import Cores, available_cores
+from mpidl.ranks.world import World
 
 T = TypeVar("T")
 

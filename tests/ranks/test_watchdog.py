@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpidl.comm import acts, watchdog
+from mpidl.ranks import acts, watchdog
 
 
 @pytest.fixture

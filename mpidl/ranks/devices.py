@@ -14,7 +14,7 @@ from mpidl.quick_imports import QuickImports
 
 if TYPE_CHECKING:
     from mpidl.backends.gpu.cuda_device import CudaDevice
-    from mpidl.comm.job_world import World
+    from mpidl.ranks.world import World
 
 
 class RankGpus(NamedTuple):

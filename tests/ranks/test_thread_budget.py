@@ -11,8 +11,8 @@ import pytest
 
 from mpidl import backends, startup
 from mpidl.backends import settings
-from mpidl.comm import thread_budget
-from mpidl.comm.thread_budget import (
+from mpidl.ranks import thread_budget
+from mpidl.ranks.thread_budget import (
     Cores,
     OtherLoad,
     assign_threads,

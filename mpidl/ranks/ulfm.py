@@ -36,7 +36,7 @@ def refusal(mpi: Any, size: int) -> str | None:
     Parameters
     ----------
     mpi : module
-        `mpi4py.MPI`, or its substitute for one rank (`comm.serial`).
+        `mpi4py.MPI`, or its substitute for one rank (`ranks.serial`).
     size : int
         Number of ranks.
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from mpidl.comm import shared_segments
 from mpidl.errors import UserError
+from mpidl.ranks import shared_segments
 
 HOLD = """
 import mmap, os, sys

@@ -17,8 +17,8 @@ import threading
 import time
 from types import ModuleType
 
-from mpidl.comm import failure, foreign_launcher, shared_segments, slurm_lines, ulfm
 from mpidl.errors import UserError
+from mpidl.ranks import failure, foreign_launcher, shared_segments, slurm_lines, ulfm
 
 START_SECONDS = 10.0  # extra time after the time-out, because a busy host starts MPI slowly
 LOOK_SECONDS = 0.5  # time between two checks of the watching thread

@@ -11,18 +11,19 @@ import numpy as np
 
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
-from mpidl.comm import devices, failure, serial, thread_budget, ulfm, watchdog, world
-from mpidl.comm.job_guard import JobTransport
+from mpidl.comm import world
 from mpidl.comm.recorded_world import RecordedWorld
 from mpidl.comm.transport import START_SECONDS
 from mpidl.errors import UserError
+from mpidl.ranks import devices, failure, serial, thread_budget, ulfm, watchdog
+from mpidl.ranks.job_guard import JobTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpidl.backends.cpu.recording import Recorder
-    from mpidl.comm.groups import Neighbours
     from mpidl.comm.host_memory import HostMemory
+    from mpidl.ranks.groups import Neighbours
 
 
 class LostRank(NamedTuple):
@@ -87,7 +88,7 @@ class World(world.World):
     -----
     Ranks are renumbered by host, then by their rank in `comm`, so that consecutive ranks, which are
     close in the reduction tree, are on the same host. Rank 0 keeps its number. Without mpi4py, this
-    process is the only rank of the world (see `comm.serial`). MPI is initialized with thread level
+    process is the only rank of the world (see `ranks.serial`). MPI is initialized with thread level
     FUNNELED: only the main thread may call the methods of a World.
     """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from mpidl.comm import slurm_lines
+from mpidl.ranks import slurm_lines
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 LONGEST_READ = 1024
@@ -116,7 +116,7 @@ only_mpich = pytest.mark.skipif(
 @only_mpich
 def test_mpi_starts_with_addresses_that_contain_few_zeros():
     daemon = Daemon()
-    imports = "from mpidl.comm import serial\nimport full_memory"
+    imports = "from mpidl.ranks import serial\nimport full_memory"
     outputs = daemon.launch(f"{imports}\nMPI = serial.load()")
     assert outputs == ["5\n", "5\n"]
     assert not daemon.cut

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from mpidl.comm import failure, srun
 from mpidl.errors import UserError
+from mpidl.ranks import failure, srun
 
 MPICH, OPEN_MPI = "MPICH", "Open MPI"
 # For each MPI library from pip: a program in the folder of the Python interpreter that identifies

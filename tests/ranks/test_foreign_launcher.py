@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from mpidl.comm import foreign_launcher, srun
 from mpidl.errors import UserError
+from mpidl.ranks import foreign_launcher, srun
 
 HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALNRANKS": "2"}
 PRTE = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "a"}

@@ -8,9 +8,9 @@ from image_sets import refusal
 from test_devices import seeing
 
 import mpidl as dl
-from mpidl.comm import devices, groups, thread_budget
-from mpidl.comm.groups import Group, Neighbours
-from mpidl.comm.thread_budget import Cores
+from mpidl.ranks import devices, groups, thread_budget
+from mpidl.ranks.groups import Group, Neighbours
+from mpidl.ranks.thread_budget import Cores
 
 
 class Unpicklable(Exception):

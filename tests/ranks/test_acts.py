@@ -12,11 +12,11 @@ import launcher
 import pytest
 from limits import wait_until
 
-from mpidl.comm import acts
+from mpidl.ranks import acts
 
 CHILD = """
 import time
-from mpidl.comm import acts
+from mpidl.ranks import acts
 
 record = acts.record()
 record.activity("epoch 3, iteration 17")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpidl.comm import survival, ulfm
+from mpidl.ranks import survival, ulfm
 
 
 class Lost(Exception):

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from mpidl.comm import acts, failure
+from mpidl.ranks import acts, failure
 
 SECONDS = 0.25  # time between two checks
 LONGEST_STEP = 1.0  # if more time passes between two checks, all processes were suspended
