@@ -11,9 +11,9 @@ import time
 import numpy as np
 
 from benchmarks import machine, report, subject, turns
-from mpidl.core import phases
-from mpidl.core.phases import SPAN, Seconds
+from mpidl import phases
 from mpidl.data import ArrayDatastore
+from mpidl.phases import SPAN, Seconds
 from mpidl.ranks.world import World
 from mpidl.report import Console, timeline_table
 from mpidl.report.trace_file import RankSpans

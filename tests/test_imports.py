@@ -10,9 +10,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpidl"
 
 # The packages and top-level modules that each package or module may import. The modules TAPE of
 # core are called "tape" here, because the backends, comm and data may not import them.
-TAPE = ("mpidl.core.tape", "mpidl.core.grad", "mpidl.core.vjp_check")
+TAPE = ("mpidl.core.tape", "mpidl.core.op", "mpidl.core.grad")
 BASE = {"startup", "errors", "text", "files", "matlab_names", "quick_imports", "side_process"}
-BASE |= {"attribute_changes"}
+BASE |= {"attribute_changes", "phases"}
 BACKENDS = BASE | {"core", "kernels"}
 OPS = BASE | {"core", "tape", "backends"}
 NN = OPS | {"ops"}
@@ -31,11 +31,11 @@ MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "ops": OPS,
     "nn": NN,
     # comm sums: it receives MPI and the guard of a job from ranks, and knows nothing of them.
-    "comm": {"errors", "core", "backends"},
+    "comm": {"errors", "phases", "core", "backends"},
     "ranks": BACKENDS | {"backends", "comm"},
     "jobs": BACKENDS | {"backends", "comm", "ranks", "report"},  # dl.launch shows a run's progress
     "data": BACKENDS | {"backends"},
-    "report": {"errors", "text", "files", "core", "side_process"},
+    "report": {"errors", "text", "files", "phases", "core", "side_process"},
     "losses": LOSSES,
     "evaluation": EVALUATION,
     "training": TRAINING,
@@ -170,6 +170,7 @@ BROKEN = {
     "backends may not import tape": {"mpidl.backends.bad": "import mpidl.core.tape\n"},
     "core may not import tape": {"mpidl.core.fold": "import mpidl.core.tape\n"},
     "core may not import errors": {"mpidl.core.fold": "from mpidl.errors import UserError\n"},
+    "core may not import phases": {"mpidl.core.spans": "from mpidl import phases\n"},
     "tape may not import backends": {"mpidl.core.tape": "from mpidl import backends\n"},
     "data may not import comm": {"mpidl.data.bad": "from ..comm import world\n"},
     "nn may not import training": {"mpidl.nn.bad": "from mpidl import training\n"},

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.cpu import builds
 from mpidl.comm.exchange import choose_algorithm
 from mpidl.comm.host_memory import HostMemory
 from mpidl.comm.reducer import PendingExchange, Piece, packed
 from mpidl.comm.transport import Transport
-from mpidl.core import phases
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.recording import Recorder, address_of, fixed
 from mpidl.comm.reducer import BUCKET_BYTES, PendingExchange, Piece, Reducer
 from mpidl.comm.sum_queue import HostSum
-from mpidl.core import phases
 from mpidl.core.blocks import OneRank
 from mpidl.core.fold import Partial
 

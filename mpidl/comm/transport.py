@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.comm.guard import Guard
-from mpidl.core import phases
 
 if TYPE_CHECKING:
     from mpi4py import MPI

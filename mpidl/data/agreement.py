@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from mpidl.core import phases
+from mpidl import phases
 from mpidl.data.loading.bad_images import Unreadable
 from mpidl.errors import StorageFault, UserError
 

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl import attribute_changes
+from mpidl import attribute_changes, phases
 from mpidl.attribute_changes import CountingDict
 from mpidl.backends import settings
 from mpidl.backends.cpu import arenas, builds, recording
 from mpidl.backends.cpu.planned_arena import Lifetimes, Plan, PlannedArena
 from mpidl.comm.unsummed_world import UnsummedWorld
-from mpidl.core import phases
 from mpidl.core.blocks import LANES, Batch, Blocked
 from mpidl.core.grad import value_and_grad
 from mpidl.losses import label_loss

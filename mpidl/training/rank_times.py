@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from mpidl.core import phases
+from mpidl import phases
 from mpidl.data import partition
 from mpidl.training.late_ranks import LateRanks
 

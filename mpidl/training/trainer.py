@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.core import phases
+from mpidl import phases
 from mpidl.data import MinibatchQueue, NodeCache
 from mpidl.data.agreement import agreed
 from mpidl.data.datastore import Datastore

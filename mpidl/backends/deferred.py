@@ -1,4 +1,4 @@
-"""Deferred activations, which are computed when they are read, and their gradients.
+"""Define activations that are computed when a backend reads them, and their gradients.
 
 If a ReLU follows a batch normalization, only the normalization's input is stored. Backends compute
 the activation while they read this input, which saves a pass over memory (see `mpidl.nn.fusion`).
@@ -7,29 +7,11 @@ the activation while they read this input, which saves a pass over memory (see `
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
 from mpidl.core import fold
-from mpidl.core.blocks import Batch, Blocked
-
-
-class DeferredInput(NamedTuple):
-    """The stored input of an activation max(0, (x - mean) * scale + beta), computed per channel.
-
-    Attributes
-    ----------
-    x
-        Input of the normalization, (blocks, C, ..., 16).
-    mean, scale, beta
-        One number per channel, (C,), in the dtype of x.
-    """
-
-    x: np.ndarray
-    mean: np.ndarray
-    scale: np.ndarray
-    beta: np.ndarray
+from mpidl.core.blocks import Batch, Blocked, DeferredInput
 
 
 class NormalizedInput(DeferredInput):
@@ -150,43 +132,3 @@ class GradientWithSums(Blocked):
     ) -> None:
         super().__init__(lanes, batch)
         self.sums, self.is_shared = sums, is_shared
-
-
-class SumOfCotangents(Blocked):
-    """The sum of two cotangents, which an op may add up while it reads them.
-
-    The property `lanes` computes the sum on the first access, and then drops the two cotangents.
-
-    Attributes
-    ----------
-    parts
-        The two cotangents in order, or only the sum once it has been computed.
-    """
-
-    __slots__ = ("parts",)
-
-    def __init__(self, first: Blocked, second: Blocked) -> None:
-        self.parts: tuple[Blocked, ...] = (first, second)
-        self.batch = first.batch
-
-    @property
-    def stored_array(self) -> np.ndarray:
-        return self.parts[0].stored_array
-
-    @property
-    def lanes(self) -> np.ndarray:
-        if len(self.parts) == 2:
-            first, second = self.parts
-            self.parts = (first + second,)
-        return self.parts[0].lanes
-
-    @property
-    def image_shape(self) -> tuple[int, ...]:
-        return self.parts[0].image_shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.parts[0].dtype
-
-    def stored(self) -> Blocked:
-        return self.like(self.lanes)

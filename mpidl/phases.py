@@ -4,8 +4,7 @@ The time of the main thread is always counted under one of five kinds. `Phase` s
 kind for the duration of a `with` block. The time of a nested phase does not count for the outer
 phase. `seconds` returns the total of each kind. This measurement is always on.
 
-Spans are named intervals of time. Spans are stored only between `store_spans` and `take_spans`. The
-names of the open spans also say in which part of a training step a sum or a wait happens.
+Spans (`core.spans`) are stored only between `store_spans` and `take_spans`.
 """
 
 from __future__ import annotations
@@ -15,17 +14,24 @@ import itertools
 import threading
 from collections.abc import Iterator
 from struct import Struct
-from time import perf_counter_ns as now
 from typing import NamedTuple
 
 import numpy as np
 
+from mpidl.core.spans import MAIN as MAIN
+from mpidl.core.spans import current_layer as current_layer
+from mpidl.core.spans import layer as layer
+from mpidl.core.spans import now as now
+from mpidl.core.spans import place as place
+from mpidl.core.spans import record
+from mpidl.core.spans import span as span
+
 KINDS = ("other", "input", "compute", "wait", "sum")
 OTHER, INPUT, COMPUTE, WAIT, SUM = range(len(KINDS))
 
-# Tracks, which are the rows of the timeline. Spans on the track SUMS may overlap; on the other
-# tracks, spans are nested.
-MAIN, SUMS, GPU, ITERATIONS = "main", "sums", "gpu", "iterations"
+# Tracks beside MAIN, which are the rows of the timeline. Spans on the track SUMS may overlap; on
+# the other tracks, spans are nested.
+SUMS, GPU, ITERATIONS = "sums", "gpu", "iterations"
 
 SPAN = np.dtype([("start", "<i8"), ("end", "<i8"), ("label", "<u4"), ("size", "<u4")])
 BRIEF = 5_000  # in nanoseconds; shorter spans of polling are not stored
@@ -33,8 +39,6 @@ BRIEF = 5_000  # in nanoseconds; shorter spans of polling are not stored
 _pack = Struct("<qqII").pack_into
 _totals, _kind, _since = [0] * len(KINDS), OTHER, now()
 _spans: Spans | None = None
-_open: list[str] = []  # names of the open spans of the main thread
-_layer: str | None = None
 _iteration_start = 0
 
 
@@ -147,78 +151,6 @@ def move(kind: int, nanoseconds: int) -> None:
     _totals[kind] += nanoseconds
 
 
-class _Span:
-    """Context manager that stores a block as a span, without changing the kind of time."""
-
-    __slots__ = ("_name", "_start")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        _open.append(self._name)
-        self._start = now()
-
-    def __exit__(self, *_: object) -> None:
-        if _spans is not None:
-            if _open:  # empty if the span began before `store_spans`
-                _open.pop()
-            _spans.add(MAIN, "span", self._name, self._start, now())
-
-
-class _Layer:
-    """Context manager that stores a block as the span of a layer, and sets the current layer."""
-
-    __slots__ = ("_name", "_start", "_outer")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        global _layer
-        _open.append(self._name)
-        self._outer, _layer, self._start = _layer, self._name, now()
-
-    def __exit__(self, *_: object) -> None:
-        global _layer
-        _layer = self._outer
-        if _spans is not None:
-            if _open:
-                _open.pop()
-            _spans.add(MAIN, "layer", self._name, self._start, now())
-
-
-class _NoSpan:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-_no_span = _NoSpan()
-
-
-def span(name: str) -> _Span | _NoSpan:
-    """Return a context manager for the main thread that stores a block as a span."""
-    return _no_span if _spans is None else _Span(name)
-
-
-def layer(name: str) -> _Layer | _NoSpan:
-    """Return a context manager like `span`, for the work of a layer."""
-    return _no_span if _spans is None else _Layer(name)
-
-
-def current_layer() -> str | None:
-    """Return the name of the innermost open `layer`, or None."""
-    return _layer
-
-
-def place() -> str:
-    """Return the names of the open spans, such as "backward / conv2", or "" if none is open."""
-    return " / ".join(_open)
-
-
 def iteration_ends(number: int | None = None) -> None:
     """Store a span from the last call of this function until now, as the span of an iteration.
 
@@ -243,14 +175,14 @@ def store_spans(capacity: int) -> None:
     """Start to store spans. At most `capacity` spans are stored."""
     global _spans, _iteration_start
     _spans, _iteration_start = Spans(capacity), 0
-    _open.clear()
+    record(_spans)
 
 
 def take_spans() -> Spans | None:
     """Stop storing spans, and return the stored spans, or None if spans were not being stored."""
-    global _spans, _layer
-    stored, _spans, _layer = _spans, None, None
-    _open.clear()
+    global _spans
+    stored, _spans = _spans, None
+    record(None)
     return stored
 
 

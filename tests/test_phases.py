@@ -4,14 +4,16 @@ import threading
 
 import pytest
 
-from mpidl.core import phases
+from mpidl import phases
+from mpidl.core import spans
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A function that advances the clock of the phases by a number of milliseconds."""
     time = [phases.now()]
-    monkeypatch.setattr(phases, "now", lambda: time[0])
+    for module in (phases, spans):
+        monkeypatch.setattr(module, "now", lambda: time[0])
 
     def advance(milliseconds):
         time[0] += round(milliseconds * 1e6)

@@ -22,28 +22,28 @@ def check_vjp(
 ) -> float:
     """Check the vjp of `f(*args)` along one random direction d: <v, J d> = <vjp(v), d>.
 
-    J is the Jacobian of f, and v is a random cotangent. If an argument is a Blocked value (one
-    entry per image), all ranks must call this function.
+    J is the Jacobian of f, and v a random cotangent. If an argument is Blocked, this function is
+    collective.
 
     Parameters
     ----------
     f
         The function to check.
     args
-        Arguments of f. All floating-point arguments (NumPy arrays and Blocked values) are varied
-        together. With the default step and tolerance, these arguments must be float64.
+        Arguments of f. All floating-point arrays and Blocked values among them are varied together.
+        The default step and tolerance require float64.
     step
-        Step size t of the central difference (f(args + t d) - f(args - t d)) / (2 t), which
-        approximates J d.
+        Step t of the central difference (f(args + t d) - f(args - t d)) / (2 t), which is
+        approximately J d.
     tolerance
-        Maximum relative difference between <v, J d> and <vjp(v), d>.
+        Largest relative difference between <v, J d> and <vjp(v), d>.
     seed
         Seed of the random d and v.
 
     Returns
     -------
     float
-        The relative difference between <v, J d> and <vjp(v), d>.
+        The relative difference.
 
     Raises
     ------
