@@ -94,7 +94,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _run(command: Callable[[], int]) -> None:
-    from mpidl.comm import failure
+    from mpidl.ranks import failure
 
     failure.run(command)
 

@@ -11,8 +11,8 @@ import importlib
 
 from benchmarks import arguments, report, turns
 from mpidl.cli import start
-from mpidl.comm import failure, thread_budget
 from mpidl.errors import Fault
+from mpidl.ranks import failure, thread_budget
 
 # Modules of sub-commands whose names differ; a module "logging" would hide Python's module.
 MODULES = {"gpu": "gpu.speed", "logging": "records"}

@@ -21,7 +21,8 @@ from mpidl import ops
 from mpidl.backends import REFERENCE as reference
 from mpidl.core.blocks import OneRank, from_images, share
 from mpidl.core.grad import value_and_grad
-from mpidl.core.tape import Var, op, value_of
+from mpidl.core.op import op
+from mpidl.core.tape import Var, value_of
 from mpidl.errors import Fault, UserError
 from mpidl.nn import Network
 from mpidl.nn.layers import LayerContext

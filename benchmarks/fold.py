@@ -11,9 +11,9 @@ import numpy as np
 
 from benchmarks import machine, ours, report, subject, turns
 from benchmarks.mpidl_step import EagerStep, mean_loss
-from mpidl.comm import World
 from mpidl.core.grad import value_and_grad
 from mpidl.errors import UserError
+from mpidl.ranks.world import World
 from mpidl.training.options import configuration
 
 TURNS = 5  # turns of each process per round

@@ -18,13 +18,13 @@ import numpy as np
 
 from benchmarks import decoding, input_memory, machine, packs, report, subject, turns
 from benchmarks.mpidl_step import EagerStep
-from mpidl.comm import World
 from mpidl.core import keyed
 from mpidl.data import Augmenter, ImageFolder, MinibatchQueue, PackedDatastore, digits
 from mpidl.data.array_datastore import ArrayDatastore
 from mpidl.data.formats import packing
 from mpidl.errors import UserError
 from mpidl.nn import Network
+from mpidl.ranks.world import World
 from mpidl.training.options import configuration
 
 CLASSES, QUALITY = 4, 85

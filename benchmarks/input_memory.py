@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import report, subject, turns
-from mpidl.comm import failure
 from mpidl.core import keyed
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats import packing
 from mpidl.errors import Fault
 from mpidl.jobs.launcher import environment, launcher
+from mpidl.ranks import failure
 from mpidl.training.options import configuration
 
 PERIOD = 0.02  # seconds between two measurements of the ranks

@@ -11,10 +11,10 @@ from typing import Any
 
 from benchmarks import machine, report
 from mpidl import data
-from mpidl.comm import World
 from mpidl.errors import Fault, UserError
 from mpidl.evaluation import evaluate
 from mpidl.nn import zoo
+from mpidl.ranks.world import World
 from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train

@@ -5,8 +5,8 @@ import os
 from collections.abc import Callable
 
 from mpidl.backends.cpu import builds
-from mpidl.comm import failure
 from mpidl.errors import UserError
+from mpidl.ranks import failure
 
 
 def arithmetic() -> str:

@@ -13,8 +13,8 @@ import numpy as np
 
 import mpidl as dl
 from benchmarks import report
-from mpidl.comm import World
 from mpidl.errors import Fault
+from mpidl.ranks.world import World
 from mpidl.training.options import configuration
 from mpidl.training.rank_times import resident_bytes
 from mpidl.training.trainer import Trainer

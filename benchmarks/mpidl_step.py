@@ -9,12 +9,12 @@ import numpy as np
 from benchmarks import subject
 from mpidl import backends, losses, ops
 from mpidl.backends.cpu import builds
-from mpidl.comm import World
 from mpidl.comm.reducer import Reducer
 from mpidl.core.blocks import from_images, share
 from mpidl.core.grad import value_and_grad
 from mpidl.data import ArrayDatastore
 from mpidl.nn import Network
+from mpidl.ranks.world import World
 from mpidl.training import steps
 from mpidl.training.optimizers import SGDM
 from mpidl.training.replayed_step import ReplayedStep

@@ -12,9 +12,10 @@ import numpy as np
 
 from benchmarks import machine, prediction, subject, turns
 from benchmarks.mpidl_step import TrainStep
-from mpidl.comm import World, failure
 from mpidl.data import ArrayDatastore
 from mpidl.jobs.launcher import environment, launcher
+from mpidl.ranks import failure
+from mpidl.ranks.world import World
 from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train

@@ -15,8 +15,7 @@ import numpy as np
 from benchmarks import subject
 from mpidl import backends
 from mpidl.backends.cpu import arenas, conv
-from mpidl.core.blocks import LANES, Blocked, OneRank, share
-from mpidl.core.deferred import DeferredInput
+from mpidl.core.blocks import LANES, Blocked, DeferredInput, OneRank, share
 from mpidl.nn import Conv2D, CrossChannelNorm, Layer, MaxPool2D, Network, graph
 
 # 3x3 convolutions for comparing machines and versions: (channels, height = width).

@@ -12,10 +12,10 @@ import numpy as np
 
 from benchmarks import torch_step, turns
 from mpidl.backends import fast_convolutions
-from mpidl.comm import World
 from mpidl.core.blocks import from_images, share
 from mpidl.interchange.onnx_export import save_onnx
 from mpidl.nn import Network, inference
+from mpidl.ranks.world import World
 
 
 def mean_loss(scores: np.ndarray, labels: np.ndarray) -> float:

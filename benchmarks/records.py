@@ -21,10 +21,10 @@ import numpy as np
 
 from benchmarks import report, turns
 from mpidl import data
-from mpidl.comm import World
 from mpidl.errors import Fault
 from mpidl.jobs.launcher import environment
 from mpidl.nn import zoo
+from mpidl.ranks.world import World
 from mpidl.report import Metrics
 from mpidl.training import tracking_hooks
 from mpidl.training.files.model_file import weights_sha256

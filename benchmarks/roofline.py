@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import floors, kernels, machine, mpidl_step, passes, report, subject, turns
-from mpidl.comm import World
 from mpidl.errors import UserError
 from mpidl.files import write_whole
 from mpidl.nn import BatchNorm, Conv2D, Dense, MaxPool2D, Network
 from mpidl.nn.fusion import find_runs
+from mpidl.ranks.world import World
 from mpidl.report import svg_charts
 from mpidl.report.page.elements import element, page, table
 from mpidl.report.page.run_page import STYLE

@@ -16,10 +16,10 @@ import numpy as np
 from benchmarks import input as input_files
 from benchmarks import machine, report, subject
 from benchmarks.mpidl_step import EagerStep
-from mpidl.comm import World
 from mpidl.data import ImageFolder, MinibatchQueue, NodeCache, configure_storage
 from mpidl.data.storage import paths, settings, store
 from mpidl.errors import UserError
+from mpidl.ranks.world import World
 from mpidl.training.options import configuration
 
 EPOCHS = ("first", "second", "second, --cache-dir")

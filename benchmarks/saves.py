@@ -18,9 +18,9 @@ import numpy as np
 
 from benchmarks import machine, report, turns
 from benchmarks.input_memory import RepeatedImages
-from mpidl.comm import World
 from mpidl.errors import Fault
 from mpidl.nn import zoo
+from mpidl.ranks.world import World
 from mpidl.report import Console
 from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions

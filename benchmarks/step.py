@@ -10,8 +10,8 @@ import numpy as np
 from benchmarks import machine, ours, report, subject, turns
 from benchmarks.mpidl_step import EagerStep, TrainStep
 from mpidl.backends.cpu import builds
-from mpidl.comm import World
 from mpidl.errors import UserError
+from mpidl.ranks.world import World
 from mpidl.training.options import configuration
 
 

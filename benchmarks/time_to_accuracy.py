@@ -18,11 +18,12 @@ from typing import Any
 
 from benchmarks import machine, report, subject, torch_step, turns
 from mpidl import data
-from mpidl.comm import World, failure
 from mpidl.errors import Fault
 from mpidl.evaluation import evaluate
 from mpidl.jobs.launcher import environment
 from mpidl.nn import zoo
+from mpidl.ranks import failure
+from mpidl.ranks.world import World
 from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train

@@ -11,10 +11,10 @@ import time
 import numpy as np
 
 from benchmarks import machine, report, subject, turns
-from mpidl.comm import World
-from mpidl.core import phases
-from mpidl.core.phases import SPAN, Seconds
+from mpidl import phases
 from mpidl.data import ArrayDatastore
+from mpidl.phases import SPAN, Seconds
+from mpidl.ranks.world import World
 from mpidl.report import Console, timeline_table
 from mpidl.report.trace_file import RankSpans
 from mpidl.training.options import configuration

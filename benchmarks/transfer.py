@@ -15,11 +15,11 @@ import numpy as np
 
 from benchmarks import machine, report
 from mpidl import data
-from mpidl.comm import World
 from mpidl.data import ArrayDatastore
 from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.nn.transfer import transfer
+from mpidl.ranks.world import World
 from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train

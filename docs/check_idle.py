@@ -7,7 +7,7 @@ The exit code is 2 on a busy machine. The printed line begins with the name of t
 
 import sys
 
-from mpidl.comm import thread_budget
+from mpidl.ranks import thread_budget
 
 SECONDS = 2.0
 

@@ -29,7 +29,6 @@ from mpidl import data as data
 from mpidl import nn as nn
 from mpidl import ops as ops
 from mpidl.backends import configure as configure
-from mpidl.comm import World as World
 from mpidl.core import keyed as keyed
 from mpidl.core.blocks import Batch as Batch
 from mpidl.core.blocks import Blocked as Blocked
@@ -38,9 +37,8 @@ from mpidl.core.blocks import from_images as from_images
 from mpidl.core.blocks import share as share
 from mpidl.core.fold import Partial as Partial
 from mpidl.core.grad import value_and_grad as value_and_grad
+from mpidl.core.op import op as op
 from mpidl.core.tape import Var as Var
-from mpidl.core.tape import op as op
-from mpidl.core.vjp_check import check_vjp as check_vjp
 from mpidl.data import ArrayDatastore as ArrayDatastore
 from mpidl.data import Augmenter as Augmenter
 from mpidl.data import ImageFolder as ImageFolder
@@ -96,6 +94,8 @@ from mpidl.ops.pool import *
 from mpidl.ops.probabilities import *
 from mpidl.ops.reductions import *
 from mpidl.ops.transposed import *
+from mpidl.ops.vjp_check import check_vjp as check_vjp
+from mpidl.ranks.world import World as World
 from mpidl.report.history import History as History
 from mpidl.report.history import history as history
 from mpidl.training.files.model_file import load_model as load_model

@@ -1,7 +1,7 @@
 """Print a completion script for a shell: `python -m mpidl.completion bash` (see --help)."""
 
 from mpidl.cli.completion import main
-from mpidl.comm import failure
+from mpidl.ranks import failure
 
 if __name__ == "__main__":
     failure.run(main)

@@ -1,7 +1,7 @@
 """Convert a network between file formats: `python -m mpidl.convert SRC DST` (see --help)."""
 
 from mpidl.cli.convert import main
-from mpidl.comm import failure
+from mpidl.ranks import failure
 
 if __name__ == "__main__":
     failure.run(main)

@@ -20,7 +20,7 @@ import pytest
 
 from mpidl.backends import settings  # before NumPy: mpidl limits the BLAS to one thread
 from mpidl.backends.cpu import builds
-from mpidl.comm import serial
+from mpidl.ranks import serial
 from mpidl.report import plots
 
 # Read before MPI is initialized: Open MPI also sets these variables in a process without mpirun.
@@ -41,7 +41,7 @@ SINGLE_RANK |= {path for path in TESTS.rglob("test_*.py") if "world" not in path
 @pytest.fixture(scope="session")
 def world():
     """A world of the ranks that run this session."""
-    from mpidl.comm import World
+    from mpidl.ranks.world import World
 
     return World()
 

@@ -79,6 +79,7 @@ def marked(description, part, **keywords):
 CORE = (
     "tests/comm",
     "tests/core",
+    "tests/ranks",
     "tests/ops/test_batchnorm.py",
     "tests/training/test_trainer.py",
 )

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from mpidl import startup
-from mpidl.comm.failure import Signals
+from mpidl.ranks.failure import Signals
 
 
 @pytest.fixture

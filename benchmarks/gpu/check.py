@@ -21,10 +21,10 @@ from typing import NamedTuple
 from benchmarks import report
 from mpidl.backends.gpu.discovery import visible
 from mpidl.cli.parser import Parser, count
-from mpidl.comm import failure, thread_budget
 from mpidl.errors import UserError
 from mpidl.files import write_whole
 from mpidl.jobs.launcher import environment
+from mpidl.ranks import failure, thread_budget
 from mpidl.training.options import training_options
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks import turns
 from benchmarks.mpidl_step import RecordedStep
-from mpidl.comm import World
+from mpidl.ranks.world import World
 
 # The kernels' names for a convolution's P, Q, R, S, C, K and number of groups.
 SHAPES = (

@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import mpidl_step, subject
-from mpidl import losses
+from mpidl import losses, phases
 from mpidl.backends import REFERENCE, settings
 from mpidl.backends.interface import FUSED, HOST, Backend
 from mpidl.comm.reducer import is_on_host
-from mpidl.core import phases
 from mpidl.core.blocks import LANES, OneRank, share
 from mpidl.core.device_array import is_device_array
 from mpidl.core.fold import Late, Partial, merge_moments

@@ -22,9 +22,10 @@ from benchmarks.mpidl_step import RecordedStep
 from benchmarks.report import Report
 from mpidl.backends.gpu.discovery import versions, visible
 from mpidl.cli import start
-from mpidl.comm import World, failure
 from mpidl.core.blocks import LANES
 from mpidl.jobs.launcher import environment
+from mpidl.ranks import failure
+from mpidl.ranks.world import World
 from mpidl.training.options import configuration
 
 # Optional packages and their uses; the check needs only NumPy and CuPy.

@@ -14,11 +14,12 @@ import numpy as np
 
 from benchmarks import subject
 from mpidl.cli import start
-from mpidl.comm import World, failure
 from mpidl.data import ArrayDatastore
 from mpidl.evaluation import evaluate
 from mpidl.files import write_whole
 from mpidl.nn import Network, zoo
+from mpidl.ranks import failure
+from mpidl.ranks.world import World
 from mpidl.report import Console
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.options import training_options

@@ -73,7 +73,7 @@ GROUPS = {
     "ranks": Group(
         "Ranks",
         "The ranks of a job, their sums and messages, and ranks started in a notebook.",
-        ("mpidl.comm",),
+        ("mpidl.comm", "mpidl.ranks"),
     ),
     "exchange": Group(
         "Files of other libraries",

@@ -40,9 +40,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
+from mpidl.backends.shapes import Pads, Pair
 from mpidl.backends.training_interface import Array, Lanes, TrainingFunctions, Vector
 from mpidl.core.fold import Partial, Tree
-from mpidl.core.shapes import Pads, Pair
 
 Readable: TypeAlias = Any  # Lanes or a DeferredInput
 Gradients: TypeAlias = tuple[Any, Partial | None, Partial | None, Partial | None]

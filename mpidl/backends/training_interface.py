@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from mpidl.backends.shapes import Pair
 from mpidl.core.fold import Partial, Tree
-from mpidl.core.shapes import Pair
 
 Array: TypeAlias = Any  # np.ndarray or gpu.array.Array
 Lanes: TypeAlias = Any  # an Array (B, *image_shape, 16): B blocks of 16 images

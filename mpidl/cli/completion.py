@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import mpidl_command
 from mpidl.cli.parser import DESCRIBE, Parser, ParserReady, typed_command
-from mpidl.comm import failure
 from mpidl.errors import UserError
+from mpidl.ranks import failure
 
 PATHS = re.compile("FILE|DIR|DATA|SRC|DST|RUN")  # placeholders of values that are paths
 STARTERS = ("mpirun", "mpiexec", "srun")  # programs that run the command on several ranks

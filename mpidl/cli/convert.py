@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from mpidl.cli import arguments, start, user_files
 from mpidl.cli.parser import Parser, count, image_shape
-from mpidl.comm import failure
 from mpidl.errors import Fault, UserError
 from mpidl.interchange import network_files, weight_names, weights
 from mpidl.interchange.onnx_import import load_onnx
 from mpidl.nn import Network, zoo
+from mpidl.ranks import failure
 from mpidl.training.files.model_file import weights_sha256
 
 LIMIT = 1e-5  # largest accepted difference between scores, relative to the largest score

@@ -13,9 +13,10 @@ import numpy as np
 
 from mpidl.backends.cpu import builds
 from mpidl.backends.gpu import discovery
-from mpidl.comm import World, devices, thread_budget
-from mpidl.comm.devices import RankGpus
-from mpidl.comm.thread_budget import CGROUP_FOLDER, Cores
+from mpidl.ranks import devices, thread_budget
+from mpidl.ranks.devices import RankGpus
+from mpidl.ranks.thread_budget import CGROUP_FOLDER, Cores
+from mpidl.ranks.world import World
 from mpidl.training.options import configuration
 
 SHARED_MEMORY = "/dev/shm"

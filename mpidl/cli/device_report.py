@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mpidl.backends.gpu.discovery import Gpu
 from mpidl.cli import start
 from mpidl.cli.device_probe import RankReport
-from mpidl.comm import devices, thread_budget
+from mpidl.ranks import devices, thread_budget
 from mpidl.text import aligned, host_list, ranges
 from mpidl.training.options.training_options import TrainingOptions
 

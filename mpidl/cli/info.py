@@ -12,12 +12,14 @@ import numpy as np
 from mpidl.backends.cpu import builds
 from mpidl.backends.gpu import cubins, discovery, nvrtc
 from mpidl.cli import arguments, device_probe, device_report, start, user_files
-from mpidl.comm import World, devices, failure, nccl
+from mpidl.comm import nccl
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0
 from mpidl.interchange import network_files
 from mpidl.nn import zoo
 from mpidl.nn.summary import times
+from mpidl.ranks import devices, failure
+from mpidl.ranks.world import World
 from mpidl.text import name_list, printable
 from mpidl.training.options import configuration, training_options
 

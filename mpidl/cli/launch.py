@@ -17,11 +17,11 @@ from typing import Any
 
 from mpidl.cli import arguments, start
 from mpidl.cli.parser import DESCRIBE, Parser, typed_command
-from mpidl.comm import failure
 from mpidl.errors import Fault, UserError
 from mpidl.files import reason
 from mpidl.jobs.job_process import POLL_SECONDS, START_VARIABLE, JobProcess
 from mpidl.jobs.job_words import JobCommand
+from mpidl.ranks import failure
 from mpidl.report import status
 from mpidl.training.files import checkpoint
 from mpidl.training.options import training_options

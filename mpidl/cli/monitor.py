@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 
 from mpidl.cli.parser import Parser, port_of
-from mpidl.comm import failure
 from mpidl.errors import UserError
+from mpidl.ranks import failure
 from mpidl.report.live import address
 from mpidl.report.live.run import runs_of
 

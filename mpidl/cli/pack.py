@@ -9,11 +9,11 @@ from typing import Any
 
 from mpidl.cli import arguments, remote, start
 from mpidl.cli.parser import Parser, count
-from mpidl.comm import failure
 from mpidl.data import registry
 from mpidl.data.formats import pack_contents, packed, packing
 from mpidl.data.storage.settings import check_url, refuse_remote
 from mpidl.errors import UserError
+from mpidl.ranks import failure
 from mpidl.report.progress.console import LINE_SECONDS
 from mpidl.report.progress.rows import clock
 from mpidl.report.progress.terminal import terminal_width

@@ -10,7 +10,6 @@ import numpy as np
 
 from mpidl import backends, data, losses
 from mpidl.cli import arguments, remote, start, user_files
-from mpidl.comm import World, failure
 from mpidl.data.checks import read_targets
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.storage.settings import refuse_remote
@@ -21,6 +20,8 @@ from mpidl.evaluation.confusion import Confusion
 from mpidl.files import on_rank_0
 from mpidl.interchange import network_files
 from mpidl.nn.layers import Sigmoid
+from mpidl.ranks import failure
+from mpidl.ranks.world import World
 from mpidl.report import Console, arrays
 from mpidl.text import class_names, printable
 from mpidl.training.files import model_file

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mpidl.cli import start, user_files
-from mpidl.comm import World
 from mpidl.data import ImageFolder
 from mpidl.data.datastore import Datastore
 from mpidl.data.storage.settings import is_remote
@@ -20,6 +19,7 @@ from mpidl.files import on_rank_0, sha256_of_file
 from mpidl.interchange import network_files
 from mpidl.nn import Network, zoo
 from mpidl.nn.transfer import is_kept, last_layer, transfer
+from mpidl.ranks.world import World
 from mpidl.text import printable
 from mpidl.training import input_pipeline
 from mpidl.training.files import model_file

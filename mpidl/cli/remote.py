@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpidl.cli.arguments import STORAGE
-from mpidl.comm import World
 from mpidl.data.storage import settings, store
 from mpidl.errors import StorageFault, UserError
 from mpidl.files import call_together, on_rank_0
+from mpidl.ranks.world import World
 from mpidl.text import printable
 from mpidl.training.options.training_options import flag
 

@@ -5,9 +5,9 @@ import os
 from collections.abc import Sequence
 
 from mpidl.cli.parser import Parser
-from mpidl.comm import failure
 from mpidl.errors import UserError
 from mpidl.files import write_whole
+from mpidl.ranks import failure
 from mpidl.report import run_files
 from mpidl.report.page import run_page
 from mpidl.text import aligned, printable

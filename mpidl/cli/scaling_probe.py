@@ -9,10 +9,10 @@ from typing import Any
 
 from mpidl import data
 from mpidl.cli import pretrained, remote, start
-from mpidl.comm import World
 from mpidl.evaluation import validation
 from mpidl.files import on_rank_0, write_whole
 from mpidl.performance import probe
+from mpidl.ranks.world import World
 from mpidl.training import input_pipeline
 from mpidl.training.options import configuration
 

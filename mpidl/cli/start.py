@@ -12,7 +12,6 @@ from typing import Any
 from mpidl import data, losses
 from mpidl.backends.cpu import builds
 from mpidl.cli import user_files
-from mpidl.comm import World
 from mpidl.data.datastore import Datastore
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
@@ -20,6 +19,7 @@ from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
 from mpidl.nn.layers import Sigmoid
+from mpidl.ranks.world import World
 from mpidl.text import host_list
 from mpidl.training.files import run_folder
 from mpidl.training.options.option_types import nearest, size_of

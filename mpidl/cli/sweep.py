@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from mpidl.cli import arguments, train
 from mpidl.cli.parser import Parser, count
-from mpidl.comm import World, failure
-from mpidl.comm.groups import Group, describe
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, FolderInUse, LostLock, UserError
 from mpidl.files import on_rank_0, reason
+from mpidl.ranks import failure
+from mpidl.ranks.groups import Group, describe
+from mpidl.ranks.world import World
 from mpidl.report import stop_file
 from mpidl.report import sweep_table as report
 from mpidl.report.progress.rows import clock

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpidl import data
 from mpidl.cli import arguments, pretrained, remote, start, user_files
-from mpidl.comm import World, failure, survival
 from mpidl.data import gallery, registry
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.pipeline import Pipeline
@@ -19,6 +18,8 @@ from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, validation
 from mpidl.files import on_rank_0
 from mpidl.losses import has_class_scores
+from mpidl.ranks import failure, survival
+from mpidl.ranks.world import World
 from mpidl.report import Console, metrics
 from mpidl.report.trackers import tracking
 from mpidl.text import printable

@@ -1,4 +1,4 @@
-"""Communication between ranks. Only this package calls MPI."""
+"""Sums and messages between ranks, over a transport that receives MPI and a guard."""
 
 from mpidl.comm.world import World
 

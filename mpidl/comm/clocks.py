@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidl.comm.messaging import Messaging
-from mpidl.core.phases import now
+from mpidl.phases import now
 
 TAG = 6  # tag of the messages; exchanges use tags from FIRST_TAG on
 ROUNDS = 24  # number of round trips per rank; the fastest one is used

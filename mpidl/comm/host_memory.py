@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidl.backends.cpu.arenas import address_of
-from mpidl.comm import exchange, watchdog
+from mpidl.comm import exchange
 from mpidl.comm.reducer import Piece
 from mpidl.comm.sum_plans import KINDS, LINE, SLOT_BYTES, broadcast_plan, count_nodes, plan_of
 from mpidl.comm.sum_queue import (
@@ -111,7 +111,7 @@ class HostMemory:
         Collective. The result is None either on all ranks or on no rank.
         """
         mpi, comm = transport.MPI, transport.comm
-        with watchdog.guard("shared memory", transport.timeout):
+        with transport.blocking("shared memory"):
             sharing = comm.Split_type(mpi.COMM_TYPE_SHARED)
             # Split by the launcher's host names too: a host's ranks must be numbered consecutively.
             of_host = sharing.Split(transport.hosts.index(transport.hosts[transport.rank]))

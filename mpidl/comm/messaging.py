@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.cpu import builds
-from mpidl.comm import watchdog
 from mpidl.comm.exchange import choose_algorithm
 from mpidl.comm.host_memory import HostMemory
 from mpidl.comm.recorded_sum import RecordedSum
 from mpidl.comm.reducer import PendingExchange, Piece, packed
 from mpidl.comm.transport import Transport
-from mpidl.core import phases
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -116,7 +115,7 @@ class Messaging:
                 return message is not None
 
             self.transport.wait_until(has_arrived, f"gather from rank {source}", self.progress)
-            with watchdog.guard(f"gather from rank {source}", self.transport.timeout):
+            with self.transport.blocking(f"gather from rank {source}"):
                 values.append(message.recv())
         return values
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.cpu import builds
 from mpidl.comm import exchange
-from mpidl.core import phases
 from mpidl.core.device_array import OnDevice
 from mpidl.core.fold import Partial, add
 

@@ -1,28 +1,23 @@
 """Send messages over an MPI communicator, and wait for messages with a time-out.
 
-Every wait is a polling loop, so signals are handled and pending exchanges advance during a wait. If
-a rank stops responding, the job ends with a message that names that rank. The watchdog thread
-guards calls that may block inside MPI.
+Every wait is a polling loop, so signals are handled and pending exchanges advance during a wait.
+The guard of the transport is told about each wait, and about each call that may block inside MPI.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from mpidl.comm import acts, serial, thread_budget, ulfm, watchdog
-from mpidl.comm.hang_report import Peer
-from mpidl.comm.roll_call import RollCall
-from mpidl.core import phases
+from mpidl import phases
+from mpidl.comm.guard import Guard
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,22 +38,23 @@ class Transport:
 
     Parameters
     ----------
+    mpi : module
+        `mpi4py.MPI`, or its substitute for one rank (`ranks.serial`).
     comm : mpi4py.MPI.Comm
         Communicator to duplicate: once for arrays, and once for control messages.
     timeout : float
-        Longest wait in seconds. After this time, the transport prints which ranks do not respond,
-        and aborts the job.
+        Longest wait in seconds. After this time, the guard ends the job.
+    guard : Guard, optional
+        The guard of the job. By default, a wait that takes too long raises TimeoutError.
 
     Attributes
     ----------
     MPI : module
-        `mpi4py.MPI`, or its substitute for one rank (`comm.serial`).
+        The argument `mpi`.
     comm, control : mpi4py.MPI.Comm
         `comm` transfers arrays; `control` transfers pickled objects and control messages.
     rank, size : int
         Rank of this process, and number of ranks.
-    peers : list of Peer
-        Host and process of each rank.
     hosts : list of str
         Host name of each rank.
     timeout : float
@@ -67,38 +63,31 @@ class Transport:
         Whether this host has more ranks than cores that the ranks may use. If so, waiting ranks
         yield the cores to other ranks.
     report_folder : str or None
-        Folder in which a rank that times out writes a report about all ranks.
+        Folder of the run, in which the guard writes a report if it ends the job.
     wait_seconds : float
         Total time in seconds that this rank has waited for other ranks.
-    has_left : bool
-        Whether this rank knows that all ranks have reached the end of the program.
-    roll_call : RollCall
-        Asks other ranks what they wait for, and answers such questions.
     """
 
-    def __init__(self, comm: MPI.Comm, timeout: float) -> None:
-        self.MPI: ModuleType = serial.load(timeout)
-        self.timeout = timeout
+    def __init__(
+        self,
+        mpi: ModuleType | SimpleNamespace,
+        comm: MPI.Comm,
+        timeout: float,
+        guard: Guard | None = None,
+    ) -> None:
+        self.MPI, self.timeout = mpi, timeout
+        self.guard = Guard() if guard is None else guard
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.report_folder: str | None = None
-        self._acts = acts.record()
         self.activity = "starting"
-        self.oversubscribed = self._is_cancelled = self.has_left = False
+        self._is_cancelled = False
         self.wait_seconds = 0.0
-        with watchdog.guard("the start of a world", timeout + START_SECONDS):
-            host = self.MPI.Get_processor_name()
-            ranks = comm.allgather(
-                (Peer(host, self._acts.address), thread_budget.available_cores())
-            )
+        with self.blocking("the start of a world", timeout + START_SECONDS):
+            ranks = comm.allgather((mpi.Get_processor_name(), self.guard.card))
             self.comm, self.control = comm.Dup(), comm.Dup()
-        self.peers: list[Peer] = [peer for peer, _ in ranks]
-        self.hosts: list[str] = [peer.host for peer in self.peers]
-        host_cores = [cores for peer, cores in ranks if peer.host == host]
-        self.oversubscribed = len(host_cores) > thread_budget.usable_cores(host_cores)
-        self.roll_call = RollCall(self)
-        if self.size > 1:
-            watchdog.start(self.rank, self.roll_call.describe_block)
+        self.hosts: list[str] = [host for host, _ in ranks]
+        self.oversubscribed = self.guard.meet(self, [card for _, card in ranks])
 
     @property
     def activity(self) -> str:
@@ -108,7 +97,7 @@ class Transport:
     @activity.setter
     def activity(self, text: str) -> None:
         self._activity = text
-        self._acts.activity(text)
+        self.guard.name_activity(text)
 
     def isend(self, array: Any, dest: int, tag: int) -> MPI.Request:
         """Start sending an array to rank `dest`; return the MPI request."""
@@ -150,17 +139,17 @@ class Transport:
         progress : callable, optional
             Function to call between two calls to `is_ready`.
         timeout : float, optional
-            Longest wait in seconds. The default is `self.timeout`. After this time, the method
-            prints which ranks do not respond, and aborts the job.
+            Longest wait in seconds. The default is `self.timeout`. After this time, the guard ends
+            the job.
         """
         start = time.monotonic()
-        outer = self._acts.begin(operation, self.timeout)
+        outer = self.guard.begin(operation, self.timeout)
         try:
             with phases.Phase(phases.WAIT, operation):
                 limit = self.timeout if timeout is None else timeout
                 self._poll(is_ready, operation, progress, limit)
         finally:
-            self._acts.end(outer)
+            self.guard.end(outer)
         self.wait_seconds += time.monotonic() - start
 
     def _poll(self, is_ready, operation, progress, timeout):
@@ -187,22 +176,32 @@ class Transport:
             previous = now
             if now - start > 0.02:
                 time.sleep(0.0005)  # in a long wait, leave the core to other processes
-            self._acts.renew()
-            if self.size > 1:
-                ulfm.raise_if_lost(self.MPI, self.comm)
             if self.control.Iprobe(tag=CANCEL):
                 self._is_cancelled = True
                 raise Cancelled(CANCELLED)
-            if self.roll_call.answer(operation):
+            if self.guard.renew(operation, timeout):
                 deadline = max(deadline, now + YIELD_SECONDS)
             if now > deadline:
                 problem = f"{operation} did not complete within {timeout:g} s (--timeout)."
-                self.roll_call.end_job(operation, problem)
+                self.guard.timed_out(operation, problem)
                 deadline = time.monotonic() + YIELD_SECONDS
-            elif timeout == math.inf and self.roll_call.neighbour_is_stopped(now):
-                problem = f"{operation} waits for a process that has been stopped for "
-                problem += f"{self.timeout:g} s (--timeout)."
-                self.roll_call.end_job(operation, problem)
+
+    @contextlib.contextmanager
+    def blocking(self, operation: str, seconds: float | None = None) -> Iterator[None]:
+        """Let the guard end the process if the MPI calls in the `with` block do not return in time.
+
+        Parameters
+        ----------
+        operation : str
+            Name of the operation, for the message.
+        seconds : float, optional
+            Longest time that the block may take. The default is `self.timeout`.
+        """
+        outer = self.guard.begin(operation, self.timeout if seconds is None else seconds)
+        try:
+            yield
+        finally:
+            self.guard.end(outer)
 
     def cancel_others(self) -> None:
         """Make all other ranks raise `Cancelled` in their current or next wait.
@@ -216,17 +215,9 @@ class Transport:
 
     def close(self) -> None:
         """Free the communicators, after which the transport cannot be used. Collective."""
-        with watchdog.guard("the end of a world", self.timeout):
+        with self.blocking("the end of a world"):
             self.comm.Free()
             self.control.Free()
-
-    def finalize(self) -> None:
-        """Finalize MPI, after which this process cannot use MPI. Collective."""
-        with watchdog.guard("the end of MPI", self.timeout):
-            # Call MPI_Finalize directly: mpi4py would hold the interpreter's lock, and the watchdog
-            # thread could not run. If this fails, mpi4py calls MPI_Finalize at exit.
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(self.MPI.__file__).MPI_Finalize()
 
     def abort(self, code: int) -> NoReturn:
         """End the job on all ranks with this exit code."""
@@ -261,7 +252,7 @@ def allocate_shared(
     count = int(np.prod(shape))
     if transport.size == 1:
         return np.zeros(shape, dtype), None
-    with watchdog.guard("shared memory", transport.timeout):
+    with transport.blocking("shared memory"):
         host_comm = transport.comm.Split_type(transport.MPI.COMM_TYPE_SHARED)
         nbytes = max(count * np.dtype(dtype).itemsize, 1)
         window = transport.MPI.Win.Allocate_shared(

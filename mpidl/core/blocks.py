@@ -1,9 +1,8 @@
-"""Store values per image in blocks of 16 consecutive images of the global mini-batch.
+"""Divide a mini-batch into blocks of 16 images, and the blocks among the ranks.
 
-Per-image values are arrays of shape (blocks, *image_shape, 16). Each of the 16 lanes of a block
-holds the entry of one image. The blocks of a mini-batch are divided among the ranks, and the blocks
-of a rank are its share. The blocks are also the leaves of the reduction tree, by which per-image
-values are summed over a mini-batch (see `fold`).
+A value with one entry per image is an array (blocks, *image_shape, 16), in which each of the 16
+lanes of a block is an image. The blocks of a rank are its share. They are also the leaves of the
+tree by which values are summed over the mini-batch (see `fold`).
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from mpidl.core import fold
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
-
-    from mpidl.core.deferred import DeferredInput
 
 LANES = 16
 Key = TypeVar("Key")
@@ -47,10 +44,9 @@ def blocks_of(count: int) -> int:
 
 
 class Source(NamedTuple):
-    """What a queue does to images: the name of its function, and its Normalization.
+    """What a queue did to images: the name of its function, and its Normalization.
 
-    `normalization` is None if 8-bit pixels are divided by 255. `image_shape` is the shape of the
-    resulting images.
+    `normalization` is None if 8-bit pixels are divided by 255.
     """
 
     function: str | None
@@ -67,21 +63,20 @@ class Batch:
     count
         Number of images in the global mini-batch.
     tree
-        The reduction tree whose leaves are the blocks of the mini-batch.
+        The tree whose leaves are the blocks of the mini-batch.
     world
-        The ranks that share the mini-batch. `world.gplus` adds up a Partial over these ranks.
+        The ranks that share the mini-batch.
     indices
-        Dataset indices of the samples in this rank's share.
+        Sample numbers of this rank's images in the data set.
     epoch, seed
-        Epoch and seed. Random numbers, such as dropout masks, depend on both.
+        Epoch and seed, of which random numbers, such as dropout masks, are functions.
     device
-        The object that stores the image counts and sample numbers in GPU memory. None if the values
-        are in host memory.
+        The object that stores counts and sample numbers in GPU memory, or None.
     total
-        Number of images over which means are computed; by default `count`. If this Batch is a part
-        of a mini-batch (gradient accumulation), the number of images in the whole mini-batch.
+        Number of images of the mean: `count`, or that of the whole if this is a part of a
+        mini-batch.
     source
-        What a queue did to the images of this mini-batch, or None.
+        What a queue did to the images, or None.
     """
 
     count: int
@@ -106,9 +101,7 @@ class Batch:
         return first, stop
 
     def valid(self, block: int) -> int:
-        """Return the number of images in a block of this rank.
-
-        Only the last block of the mini-batch may have fewer than 16 images.
+        """Return the number of images in a block: 16, or fewer in the last one of the mini-batch.
 
         Parameters
         ----------
@@ -128,7 +121,7 @@ class Batch:
         Returns
         -------
         ndarray
-            Counts (blocks,) int32. On a GPU, the total number of images on this rank, (1,).
+            Counts (blocks,) int32; on a GPU, the number of images on this rank, (1,).
         """
         if self.device is not None:
             counts: np.ndarray = self.device.valid(self)
@@ -141,10 +134,10 @@ class Batch:
         Returns
         -------
         epoch
-            The epoch as an integer; on a GPU, as an int32 array (1,).
+            The epoch; on a GPU, an int32 array (1,).
         samples
-            The sample number of each lane, (blocks * 16,) int64, or int32 on a GPU. The sample
-            number of an unused lane is 0.
+            The sample number of each lane, (blocks * 16,) int64, or int32 on a GPU; 0 in unused
+            lanes.
         """
         if self.device is not None:
             epoch, samples = self.device.samples(self)
@@ -168,7 +161,7 @@ class Batch:
 
 
 class OneRank:
-    """A world with a single rank, which needs no communication to add up a Partial."""
+    """A world with a single rank, whose sums need no communication."""
 
     rank, size, plain = 0, 1, False
 
@@ -183,17 +176,17 @@ class OneRank:
     @overload
     def gplus(self, value: Replicated) -> Replicated: ...
     def gplus(self, value: Any) -> Any:
-        """Convert Partials to totals, as `World.gplus` does on one rank.
+        """Return the totals of Partials, as `World.gplus` does on one rank.
 
         Parameters
         ----------
         value
-            A Partial, an array, or a dict, list or tuple of Partials and arrays.
+            A Partial, or a dict, list or tuple of Partials; arrays stay as they are.
 
         Returns
         -------
         array, dict, list or tuple
-            The totals, with the structure of `value`. Arrays are returned unchanged.
+            The totals, in the structure of `value`.
 
         Raises
         ------
@@ -234,35 +227,26 @@ def share(
     device: Any = None,
     source: Source | None = None,
 ) -> Batch:
-    """Divide a mini-batch among the ranks of `world`, and return this rank's Batch.
+    """Divide a mini-batch among the ranks, and return this rank's Batch.
 
     Parameters
     ----------
-    count
-        Number of images in the global mini-batch.
-    world
-        The ranks that share the mini-batch.
+    count, world, epoch, seed, device, source
+        As in `Batch`.
     indices
         Sample numbers of all images of the mini-batch, (count,), equal on all ranks; by default 0
-        to count - 1. The Batch keeps only the sample numbers of this rank's images.
-    epoch, seed
-        Epoch and seed. Random numbers, for example in dropout, depend on the epoch, the seed and
-        the sample number.
+        to count - 1.
     load
-        One non-negative weight per rank; by default, all weights are equal. The number of blocks of
-        a rank is proportional to the weight of the rank (see `fold.split_blocks`).
+        One non-negative weight per rank, in proportion to which the blocks are divided (see
+        `fold.split_blocks`); by default, all weights are equal.
     plain
         Whether each rank adds its blocks from left to right instead of by the tree (see
-        `fold.Tree`). By default, the setting of the world.
-    device
-        The object that stores the counts in GPU memory. By default, the counts are in host memory.
-    source
-        What a queue does to the images of this mini-batch, or None.
+        `fold.Tree`); by default, as the world does.
 
     Returns
     -------
     Batch
-        The mini-batch with this rank's share. The share may be empty.
+        The mini-batch with this rank's share, which may be empty.
     """
     plain = getattr(world, "plain", False) if plain is None else plain
     leaves = blocks_of(count)
@@ -270,6 +254,18 @@ def share(
     first, last = (min(edge * LANES, count) for edge in tree.run)
     indices = np.arange(count) if indices is None else np.asarray(indices)
     return Batch(count, tree, world, indices[first:last], epoch, seed, device, source=source)
+
+
+class DeferredInput(NamedTuple):
+    """The stored input of an activation max(0, (x - mean) * scale + beta) that backends compute.
+
+    x is (blocks, C, ..., 16); mean, scale and beta have one number per channel, (C,).
+    """
+
+    x: np.ndarray
+    mean: np.ndarray
+    scale: np.ndarray
+    beta: np.ndarray
 
 
 class Blocked:
@@ -284,9 +280,8 @@ class Blocked:
 
     Notes
     -----
-    The last block of a mini-batch may have unused lanes. Unused lanes contain arbitrary finite
-    numbers in a value, and zeros in a cotangent. A sum of products of a value and a cotangent
-    therefore needs no mask.
+    Unused lanes of the last block hold arbitrary finite numbers in a value, and zeros in a
+    cotangent, so a sum of products of the two needs no mask.
     """
 
     __slots__ = ("_lanes", "batch")
@@ -335,12 +330,12 @@ class Blocked:
         Parameters
         ----------
         lanes : ndarray
-            Array (blocks, ..., 16) of the new entries.
+            Array (blocks, ..., 16), which is not copied.
 
         Returns
         -------
         Blocked
-            The value, which uses the array without a copy.
+            The value.
         """
         return Blocked(lanes, self.batch)
 
@@ -350,14 +345,12 @@ class Blocked:
         Returns
         -------
         Blocked
-            This value, or for a DeferredActivation a new value with the computed lanes.
+            This value, or a new one if the lanes were computed (see `backends.deferred`).
         """
         return self
 
     def block(self, b: int) -> np.ndarray:
-        """Return the entries of a block's images as an array.
-
-        The array is always C-ordered, because the order in which NumPy sums depends on the layout.
+        """Return the entries of a block's images, C-ordered, because NumPy's sums depend on order.
 
         Parameters
         ----------
@@ -367,13 +360,13 @@ class Blocked:
         Returns
         -------
         ndarray
-            C-ordered array (n, *image_shape), where n <= 16 is the number of images in the block.
+            Array (n, *image_shape), where n <= 16 is the number of images in the block.
         """
         lanes = np.asarray(self.lanes)[b]
         return np.ascontiguousarray(np.moveaxis(lanes, -1, 0)[: self.batch.valid(b)])
 
     def local(self) -> np.ndarray:
-        """Return the entries of this rank's images as an array (n, *image_shape).
+        """Return the entries of this rank's images.
 
         Returns
         -------
@@ -422,7 +415,7 @@ def from_images(images: ArrayLike, batch: Batch, dtype: DTypeLike | None = None)
     Parameters
     ----------
     images
-        The images of this rank, (n, *image_shape).
+        The images of this rank, (n, *image_shape), which are copied.
     batch
         The mini-batch that the images belong to.
     dtype
@@ -431,7 +424,7 @@ def from_images(images: ArrayLike, batch: Batch, dtype: DTypeLike | None = None)
     Returns
     -------
     Blocked
-        The value, whose lanes are a copy.
+        The value.
 
     Raises
     ------

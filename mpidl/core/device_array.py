@@ -1,4 +1,4 @@
-"""Base classes by which code recognizes arrays in device memory without importing GPU modules."""
+"""Base classes that tell values in device memory from those of the host, without GPU modules."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import numpy as np
 
 
 class OnDevice:
-    """Base class of values in the memory of a device, such as arrays and reduction-tree nodes."""
+    """Base class of values in the memory of a device: arrays, and nodes of a tree."""
 
     __slots__ = ()
 
 
 class DeviceArray(OnDevice):
-    """Base class of arrays in the memory of a device.
+    """Base class of arrays in the memory of a device; np.asarray copies one to the host.
 
-    `backends.of_array` returns the backend whose functions accept the array. Subclasses define
-    `shape`, `dtype` and `zeros_like()`. np.asarray copies the array to the host.
+    Subclasses define `shape`, `dtype` and `zeros_like()`.
     """
 
     __slots__ = ()

@@ -1,21 +1,16 @@
 """Add up the values of a mini-batch in the same order on any number of ranks.
 
-The global mini-batch is divided into blocks of 16 images. The blocks are the leaves of a binary
-tree, the reduction tree. A node of the tree is a range (start, stop) of blocks, and the value of
-the root is the total. A node of more than one block splits at the largest power of two below its
-length, so the tree depends only on the number of blocks. Each rank owns a run of consecutive blocks
-and folds (combines) the values of these blocks into the smallest number of nodes that cover the
-run. The ranks exchange only these nodes (`comm.exchange`). The result has the same bytes on any
-number of ranks, because every addition in the tree has the same two operands.
+The blocks of the mini-batch are the leaves of a binary tree. A node is a range (start, stop) of
+blocks; a node of more than one block splits at the largest power of two below its length, so the
+tree depends only on the number of blocks. Each rank owns a run of consecutive blocks and folds
+(combines) their values into the fewest nodes that cover the run. The ranks exchange only these
+nodes (`comm.exchange`). Every addition in the tree has the same two operands on any number of
+ranks, so the total has the same bytes.
 
-    leaves = 5              (0,5)
-                       (0,4)     \\
-                  (0,2)   (2,4)   \\
+    5 leaves                (0,5)         Rank 0 owns the blocks 0 to 2: its nodes are (0,2)
+                       (0,4)     \\       and (2,3). Rank 1 owns the blocks 3 and 4: its nodes
+                  (0,2)   (2,4)   \\      are (3,4) and (4,5).
                   0   1   2   3    4
-
-In this example with two ranks, rank 0 owns the blocks 0 to 2, and its nodes are (0,2) and (2,3).
-Rank 1 owns the blocks 3 and 4, and its nodes are (3,4) and (4,5). This module only computes: it
-does not call MPI.
 """
 
 from __future__ import annotations
@@ -46,17 +41,10 @@ def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 def merge_moments(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Combine the moments of two sets of values for C channels. The result overwrites `left`.
 
-    Parameters
-    ----------
-    left, right
-        float64 arrays [count, mean(C), M2(C)], where M2 is the sum of squared deviations from the
-        mean. A set with a count of zero is ignored.
-
-    Notes
-    -----
-    The update is equation 2.1 of Chan, Golub and LeVeque, "Updating formulae and a pairwise
-    algorithm for computing sample variances", 1979. The formula E[x^2] - E[x]^2 would lose digits
-    to cancellation.
+    `left` and `right` are float64 arrays [count, mean(C), M2(C)]; M2 is the sum of squared
+    deviations from the mean. This is equation 2.1 of Chan, Golub and LeVeque, "Updating formulae
+    and a pairwise algorithm for computing sample variances", 1979; E[x^2] - E[x]^2 would lose
+    digits to cancellation.
     """
     channels = left.size // 2
     n, m = left[0], right[0]
@@ -74,20 +62,11 @@ def merge_moments(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def split_blocks(leaves: int, ranks: int, load: tuple[int, ...] | None = None) -> tuple[Range, ...]:
-    """Divide `leaves` blocks into one run of consecutive blocks per rank.
+    """Return the run (start, stop) of consecutive blocks of each rank.
 
-    Parameters
-    ----------
-    load
-        One non-negative weight per rank; by default, all weights are equal. The number of blocks of
-        a rank is proportional to the weight and rounded down. The remaining blocks go to the ranks
-        with the largest remainders; if remainders are equal, to the lowest rank. A rank with weight
-        0 gets no blocks.
-
-    Returns
-    -------
-    tuple
-        The run (start, stop) of each rank.
+    `load` has one non-negative weight per rank; by default, all weights are equal. A rank gets
+    blocks in proportion to its weight, rounded down. The rest goes to the ranks with the largest
+    remainders, and among equal ones to the lowest rank.
     """
     load = load or (1,) * ranks
     total = sum(load)
@@ -118,20 +97,10 @@ def maximal_nodes(run: Range, leaves: int) -> tuple[Range, ...]:
 
 @dataclass(frozen=True)
 class Tree:
-    """The reduction tree over the blocks of a mini-batch, and the blocks of each rank.
+    """The tree over `leaves` blocks, of which each rank owns a run; `rank` is this rank.
 
-    Parameters
-    ----------
-    leaves
-        Number of blocks.
-    runs
-        The run of blocks (start, stop) that each rank owns.
-    rank
-        Number of this rank.
-    plain
-        If True, each rank adds up the blocks of its run from left to right into one value, as other
-        libraries do. The order of additions then depends on the number of ranks. Benchmarks use
-        this setting for comparison, and tests use it as a negative control.
+    If `plain` is true, each rank adds up its run from left to right, as other libraries do, and the
+    order depends on the number of ranks: a negative control for tests and benchmarks.
     """
 
     leaves: int
@@ -141,7 +110,7 @@ class Tree:
 
     @property
     def run(self) -> Range:
-        """This rank's blocks as (first block, one past the last block)."""
+        """This rank's blocks."""
         return self.runs[self.rank]
 
     @cached_property
@@ -159,18 +128,10 @@ class Tree:
 class Counter:
     """A binary counter that folds values in the order of their blocks.
 
-    A value that completes a node is combined with the value on its left at once. If the result
-    completes a larger node, it is combined with the next value on the left, like a carry in binary
-    addition. At most about log2(leaves) values are kept at a time.
-
-    Parameters
-    ----------
-    tree
-        The tree over the mini-batch.
-    combine
-        Function of (left, right) that combines two values. It may overwrite `left`.
-    start
-        The first block to fold. The default is the start of this rank's run.
+    A value that completes a node is combined with the value on its left at once, and the result
+    with the next one on the left, like a carry in binary addition. At most about log2(leaves)
+    values are kept. `combine(left, right)` may overwrite `left`; `start` is the first block, by
+    default the first one of this rank's run.
     """
 
     def __init__(
@@ -185,15 +146,7 @@ class Counter:
         self.values: list[np.ndarray] = []
 
     def push(self, value: Any, stop: int | None = None) -> None:
-        """Fold the next value, which the counter may overwrite.
-
-        Parameters
-        ----------
-        value
-            The value of the next block, or of a whole node if `stop` is given.
-        stop
-            One past the last block of the node.
-        """
+        """Fold the value of the next block, or of the node up to block `stop`; may overwrite it."""
         self.starts.append(self.next)
         self.values.append(np.asarray(value))
         self.next = self.next + 1 if stop is None else stop
@@ -203,17 +156,9 @@ class Counter:
             self.values[-1] = self.combine(self.values[-1], right)
 
     def partial(self, shape: Sequence[int] = (), dtype: DTypeLike = np.float32) -> Partial:
-        """Return the folded sum as a Partial.
+        """Return the folded sum as a Partial; a rank without blocks cannot infer its type.
 
-        Parameters
-        ----------
-        shape, dtype
-            Shape and dtype of the sum, which a rank without blocks cannot infer.
-
-        Raises
-        ------
-        ValueError
-            If a block of this rank was not pushed, or if a value does not fit `shape` or `dtype`.
+        Raise ValueError if a block is missing, or if a value does not fit `shape` or `dtype`.
         """
         if self.next != self.tree.run[1]:
             raise ValueError(f"folded blocks up to {self.next}, but this rank owns {self.tree.run}")
@@ -243,20 +188,11 @@ def fold_nodes(
 
 
 class Late:
-    """A factor whose value is known only when the sum is finished.
+    """A factor that is known only when the sum is finished, times a constant `factor`.
 
-    A training step on a GPU is recorded once and replayed for mini-batches of any size, so the
-    factor 1 / (images of the mini-batch) changes from replay to replay.
-
-    Parameters
-    ----------
-    value
-        A function that returns the current value, without the constant `factor`. None if the device
-        computes the value.
-    array
-        The (1,) float64 array in which the device stores the current value.
-    factor
-        A constant by which the value is multiplied.
+    A step on a GPU is recorded once and replayed for mini-batches of any size, so 1 / (number of
+    images) changes. `value()` returns the current value; if it is None, the device computes the
+    value, in the float64 `array` (1,).
     """
 
     __slots__ = ("value", "array", "factor")
@@ -276,20 +212,10 @@ class Late:
 
 @dataclass
 class Term:
-    """One sum of a Partial: this rank's nodes, and the factor to apply after the fold.
+    """One sum of a Partial: the nodes of this rank, and what happens to their total.
 
-    Attributes
-    ----------
-    tree
-        The tree of the sum.
-    nodes
-        This rank's folded nodes.
-    combine
-        The operation that combines two nodes.
-    dtype
-        Type of the nodes.
-    scale
-        The factor to apply after the fold: a float or a `Late`.
+    `combine` combines two nodes of type `dtype`. After the fold, the root is multiplied by `scale`,
+    a float or a `Late`.
     """
 
     tree: Tree
@@ -311,16 +237,16 @@ class Partial:
     Parameters
     ----------
     terms
-        The sums. Each term is folded and then scaled, and the results are added in order.
+        The sums. Each one is folded, then scaled, and the results are added in order.
     addend
-        A value that is equal on all ranks, such as a penalty, or None. It is added once, not once
-        per rank, after all terms.
+        A value that is equal on all ranks, such as a penalty, or None. It is added once, after all
+        terms.
     shape, dtype
         Shape and type of the total.
 
     Notes
     -----
-    The sum of two Partials keeps their terms separate. Adding or scaling individual nodes would
+    The sum of two Partials keeps their terms apart. To add or scale the nodes themselves would
     round at each node, so the result would depend on the number of ranks.
     """
 
@@ -384,7 +310,7 @@ class Partial:
         return self * (1.0 / float(divisor))
 
     def astype(self, dtype: DTypeLike) -> Partial:
-        """Return a Partial with the same terms, whose total is converted to `dtype`.
+        """Return a Partial with the same terms, whose total is converted to another type.
 
         Parameters
         ----------
@@ -394,7 +320,7 @@ class Partial:
         Returns
         -------
         Partial
-            The Partial, which shares the terms.
+            The Partial.
         """
         return Partial(self.terms, self.addend, self.shape, dtype)
 
@@ -409,9 +335,7 @@ class Partial:
         )
 
     def finish(self, roots: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the total, given the root of each term.
-
-        Each root is scaled, the terms are added in order, and `addend` is added last.
+        """Return the total, given the root of each term: scaled, added in order, then the addend.
 
         Parameters
         ----------
@@ -443,8 +367,7 @@ class Partial:
         Returns
         -------
         callable
-            A function without arguments that returns the total. If the total has no dimensions,
-            it may be a NumPy scalar or a float.
+            A function that returns the total; without dimensions, perhaps as a Python number.
         """
         if self.shape or len(self.terms) != 1 or self.addend is not None:
             return functools.partial(self.finish, roots)
@@ -456,12 +379,12 @@ class Partial:
         return lambda: to_dtype(root[()] * scale)
 
     def local(self) -> np.ndarray:
-        """Return this rank's part of the total: its sums, scaled and added as by `finish`.
+        """Return this rank's part of the total: its own sums, scaled and added as by `finish`.
 
         Returns
         -------
         ndarray
-            An array with the shape of the total. If the rank has no blocks, each sum is zero.
+            An array with the shape of the total; zeros if the rank has no blocks.
         """
         return self.finish([_fold_nodes(term, self.shape) for term in self.terms])
 
@@ -497,9 +420,6 @@ def _sum_of_present(*values: Any) -> Any:
 
 
 def replicated(value: Any) -> Partial:
-    """Convert a replicated value, which is equal on all ranks, to a Partial.
-
-    The total of the Partial is the value itself. An array on a GPU stays on the GPU.
-    """
+    """Return a Partial whose total is a value that is equal on all ranks, on its device."""
     value = value if is_device_array(value) else np.asarray(value)
     return Partial([], value, value.shape, value.dtype)

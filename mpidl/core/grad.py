@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, ov
 
 import numpy as np
 
-from mpidl.core import phases
+from mpidl.core import spans
 from mpidl.core.fold import Partial, replicated
 from mpidl.core.tape import Var, backward, batch_of, value_of, zeros_like
 
@@ -81,31 +81,28 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
     ----------
     f
         A function f(model, *args, **options) that returns a scalar loss or a tuple (loss, *others).
-        Only the loss is differentiated. f receives a copy of the model whose learnables are Vars
-        (values that record ops). If the model is a network, the copy is in training mode.
+        It receives a copy of the model (of a network, in training mode) whose learnables are Vars.
     reduce
         A `World` that adds up the gradients over the ranks during the backward pass, and then the
-        loss. By default, the ranks exchange only the sums that ops need, such as the moments of
-        batch normalization. The loss and the gradients are then Partials: sums that
-        `world.gplus` can add up over the ranks.
+        results. By default, the results and gradients are Partials, for `world.gplus`; the ranks
+        exchange only the sums that ops need, such as the moments of batch normalization.
 
     Returns
     -------
     callable
-        A function of (model, *args, **options). If the model is a dict of arrays, the function
-        returns (value, gradients). If the model is a Network, the function returns (value,
-        gradients, state), where state is the new state of the network. `gradients` is a dict with
-        the gradient of each array of the dict, or of each learnable in `Network.trainable`.
+        A function of (model, *args, **options). For a dict of arrays, it returns (value,
+        gradients); for a Network, (value, gradients, state) with the new state of the network.
+        `gradients` is a dict by the names in the dict, or in `Network.trainable`.
 
     Raises
     ------
     TypeError
-        Raised by the returned function if the loss is not a scalar.
+        Raised by the returned function if the loss is not a single number.
     """
 
     def run(model: Any, *args: Any, **options: Any) -> Any:
         network = hasattr(model, "bind")
-        with phases.span("forward"):
+        with spans.span("forward"):
             learnables = model.trainable if network else model
             leaves = {name: Var(value, name=name) for name, value in learnables.items()}
             traced: Any = model.bind(leaves) if network else leaves
@@ -120,7 +117,7 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
         batch = batch_of(*args)
         world = batch.world if batch else reduce
         computed = {}
-        with phases.span("backward"):
+        with spans.span("backward"):
             reducer = reduce.reducer() if reduce is not None else None
             if isinstance(loss, Var):
                 computed = backward(
@@ -130,7 +127,7 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
                     on_ready=(lambda leaf, g: reducer.push(leaf.name, g)) if reducer else None,
                     progress=reducer.progress if reducer else None,
                 )
-        with phases.span("sums of gradients"):
+        with spans.span("sums of gradients"):
             if reducer:
                 sums = reducer.finish().items()
                 computed = {leaves[name]: g for name, g in sums if name in leaves}
@@ -140,9 +137,9 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
             }
         if reduce is not None:
             partials = {i: v for i, v in enumerate(value) if isinstance(v, Partial)}
-            with phases.span("sum of the loss"):
-                for i, v in reduce.gplus(partials).items():
-                    value[i] = v
+            with spans.span("sum of the loss"):
+                totals = reduce.gplus(partials)
+            value = [totals.get(i, v) for i, v in enumerate(value)]
         else:
             value[0] = _as_partial(value[0])
             gradients = {name: _as_partial(g) for name, g in gradients.items()}

@@ -1,9 +1,9 @@
 """Compute random numbers from a key instead of drawing them from a stream.
 
-A number depends only on (seed, purpose, epoch, sample, element). Therefore every rank and every
-thread gets the same number, in any order of requests, and also in a resumed run. The generator is
-Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The key of
-the generator is a hash of (seed, purpose), and the counter is (element, sample, epoch, 0).
+A number is a function of (seed, purpose, epoch, sample, element), so every rank and thread gets the
+same number, in any order, and in a resumed run. The generator is Philox4x64-10 (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its key is a hash of (seed, purpose), and
+its counter is (element, sample, epoch, 0).
 """
 
 import hashlib
@@ -20,15 +20,15 @@ def words(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int = 
     seed
         The seed of the run.
     purpose
-        A string that identifies the use, such as "shuffle" or the name of a layer.
+        What the numbers are for, such as "shuffle" or the name of a layer.
     count
         Number of words.
     epoch, sample
-        Epoch and sample number; each pair has different words.
+        Epoch and sample number.
 
     Returns
     -------
-    np.ndarray
+    ndarray
         The words, (count,) uint64.
     """
     counter = np.array([0, sample, epoch, 0], np.uint64)
@@ -36,14 +36,12 @@ def words(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int = 
 
 
 def key_of(seed: int, purpose: str) -> np.ndarray:
-    """Hash a seed and a purpose into a Philox key of two 64-bit words.
+    """Return the Philox key of a seed and a purpose.
 
     Parameters
     ----------
-    seed : int
-        Seed of the run.
-    purpose : str
-        Use of the numbers, such as "order". Numbers for different purposes are independent.
+    seed, purpose
+        As for `words`.
 
     Returns
     -------
@@ -55,23 +53,17 @@ def key_of(seed: int, purpose: str) -> np.ndarray:
 
 
 def uniform(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int = 0) -> np.ndarray:
-    """Return `count` float64 numbers in [0, 1), each a multiple of 2**-53; see `words`.
+    """Return `count` numbers in [0, 1), each a multiple of 2**-53.
 
     Parameters
     ----------
-    seed : int
-        Seed of the run.
-    purpose : str
-        Use of the numbers.
-    count : int
-        Number of random numbers.
-    epoch, sample : int
-        Epoch and sample number; each pair has different random numbers.
+    seed, purpose, count, epoch, sample
+        As for `words`.
 
     Returns
     -------
     ndarray
-        Numbers (count,), float64.
+        The numbers, (count,) float64.
     """
     return (words(seed, purpose, count, epoch=epoch, sample=sample) >> 11) * 2.0**-53
 
@@ -83,14 +75,10 @@ def permutation(n: int, seed: int, purpose: str, *, epoch: int = 0) -> np.ndarra
 
     Parameters
     ----------
-    n : int
+    n
         Number of elements.
-    seed : int
-        Seed of the run.
-    purpose : str
-        Use of the permutation.
-    epoch : int
-        Epoch; each epoch has a different permutation.
+    seed, purpose, epoch
+        As for `words`.
 
     Returns
     -------

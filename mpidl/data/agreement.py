@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from mpidl.core import phases
+from mpidl import phases
 from mpidl.data.loading.bad_images import Unreadable
 from mpidl.errors import StorageFault, UserError
 
@@ -29,7 +29,7 @@ def agreed(
         A generator that yields this rank's part of each mini-batch.
     world : World
         The ranks that share the mini-batches.
-    signals : Signals of `comm.failure`, optional
+    signals : Signals of `ranks.failure`, optional
         Stop requests that this process has received. If any rank has received a stop request, the
         generator sets ``signals.agreed`` and ends on all ranks.
     check : callable, optional

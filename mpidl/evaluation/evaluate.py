@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl import losses
-from mpidl.comm import World
-from mpidl.comm.failure import Signals
 from mpidl.core.blocks import LANES, OneRank
 from mpidl.core.fold import Counter, Partial, replicated
 from mpidl.data import MinibatchQueue
@@ -28,6 +26,8 @@ from mpidl.evaluation.confusion import Confusion, tally
 from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.nn import Network
 from mpidl.ops.label_checks import squeezed
+from mpidl.ranks.failure import Signals
+from mpidl.ranks.world import World
 from mpidl.text import class_names
 
 BATCH = 128  # images per mini-batch

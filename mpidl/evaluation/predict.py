@@ -15,7 +15,6 @@ import numpy as np
 
 from mpidl import losses, ops
 from mpidl.backends import fast_convolutions
-from mpidl.comm import World
 from mpidl.core.blocks import Blocked
 from mpidl.data import ArrayDatastore, MinibatchQueue
 from mpidl.data.array_datastore import Arrays
@@ -29,6 +28,7 @@ from mpidl.matlab_names import explain_arguments
 from mpidl.nn import Network
 from mpidl.nn.inference import fold_batchnorm
 from mpidl.nn.layers import Sigmoid, Softmax
+from mpidl.ranks.world import World
 
 
 @overload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpidl.core.shapes import same_padding
+from mpidl.backends.shapes import same_padding
 from mpidl.interchange.onnx_builder import Unsupported, Value, operator
 from mpidl.interchange.onnx_elementwise import same_order
 from mpidl.interchange.onnx_shapes import flat

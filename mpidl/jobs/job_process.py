@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from mpidl.errors import UserError
 
 if TYPE_CHECKING:
-    from mpidl.comm.failure import Signals
+    from mpidl.ranks.failure import Signals
 
 # Environment variable of all processes of a job. The value stays the same if the job is restarted.
 VARIABLE = "MPIDL_JOB_TOKEN"

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mpidl import errors
-from mpidl.comm import failure
-from mpidl.comm.thread_budget import available_cores
 from mpidl.errors import RankError, UserError
 from mpidl.jobs import launch_worker
 from mpidl.jobs.launch_job import SIZE_VARIABLE, Interrupts, Job
 from mpidl.jobs.launcher import launcher
+from mpidl.ranks import failure
+from mpidl.ranks.thread_budget import available_cores
 from mpidl.report.progress import notebook
 from mpidl.text import pip_install
 

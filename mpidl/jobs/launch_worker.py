@@ -23,8 +23,8 @@ import traceback
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from mpidl.comm import failure
 from mpidl.errors import UserError
+from mpidl.ranks import failure
 from mpidl.report.progress import notebook
 
 MAIN = "__mp_main__"  # name under which ranks run the main program again, as in multiprocessing
@@ -48,7 +48,7 @@ def main(folder: str) -> None:
                 threading.Thread(target=_interrupt, args=(folder,), daemon=True).start()
             _redirect_output(rank, task["show"])
             sys.path[:], sys.argv[:] = task["path"], task["argv"]
-            from mpidl.comm.world import World
+            from mpidl.ranks.world import World
 
             world = World()
             rank, host = world.rank, world.host

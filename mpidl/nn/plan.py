@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mpidl.core import phases
+from mpidl import phases
 from mpidl.nn import fusion, graph
 from mpidl.nn.layers import Layer, LayerContext
 from mpidl.nn.layers.base import Value

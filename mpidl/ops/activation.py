@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from mpidl import backends
 from mpidl.core.blocks import Blocked
-from mpidl.core.tape import Array, WithVjp, op
+from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Array
 from mpidl.ops import check
 
 __all__ = ["clip", "gelu", "hard_sigmoid", "hard_swish", "leaky_relu", "prelu"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mpidl import backends
+from mpidl.backends.deferred import DeferredNormalization, GradientWithSums, addend
 from mpidl.core.blocks import Blocked
-from mpidl.core.deferred import DeferredNormalization, GradientWithSums, SumOfCotangents, addend
-from mpidl.core.tape import WithVjp, op
+from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import SumOfCotangents
 
 
 @op(blocks=True)

@@ -14,10 +14,11 @@ from typing import Any, Protocol, TypeVar, overload
 import numpy as np
 
 from mpidl import backends
+from mpidl.backends.deferred import addend
 from mpidl.core.blocks import Blocked
-from mpidl.core.deferred import addend
 from mpidl.core.fold import Partial
-from mpidl.core.tape import Operand, Var, WithVjp, op, value_of
+from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Operand, Var, value_of
 from mpidl.ops.reductions import multiply_partial
 
 __all__ = [

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl import backends
-from mpidl.core.blocks import Blocked
-from mpidl.core.deferred import (
+from mpidl.backends.deferred import (
     DeferredActivation,
-    DeferredInput,
     DeferredNormalization,
     DeferredValue,
     GradientWithSums,
     NormalizedInput,
 )
-from mpidl.core.tape import Array, WithVjp, op
+from mpidl.core.blocks import Blocked, DeferredInput
+from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Array
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_arguments
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpidl.core import shapes
+from mpidl.backends import shapes
 from mpidl.core.blocks import Blocked
 
 Pair: TypeAlias = tuple[int, int]  # (down, across)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mpidl import backends
+from mpidl.backends.deferred import readable
 from mpidl.core.blocks import Blocked
-from mpidl.core.deferred import readable
-from mpidl.core.tape import Var, WithVjp, op
+from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Var
 from mpidl.ops import check
 
 __all__ = ["concat"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mpidl import backends
+from mpidl.backends.shapes import conv2d_shape
 from mpidl.core.blocks import Blocked
-from mpidl.core.shapes import conv2d_shape
-from mpidl.core.tape import Array, WithVjp, op
+from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Array
 from mpidl.ops import check, pool
 from mpidl.ops.conv import conv2d_arguments
 from mpidl.ops.lrn import check_window

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from mpidl import backends
+from mpidl.backends.deferred import DeferredActivation, GradientWithSums
 from mpidl.core.blocks import LANES, Blocked
-from mpidl.core.deferred import DeferredActivation, GradientWithSums
-from mpidl.core.tape import Array, WithVjp, op
+from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Array
 from mpidl.ops import check
 
 __all__ = ["dense", "flatten"]

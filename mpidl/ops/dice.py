@@ -12,7 +12,8 @@ from mpidl import backends
 from mpidl.backends.training_interface import DiceRule
 from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
-from mpidl.core.tape import Var, WithVjp, op, value_of
+from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Var, value_of
 from mpidl.ops.label_checks import check_scores, label_lanes
 
 __all__ = ["dice_loss"]

@@ -15,7 +15,8 @@ from mpidl import backends
 from mpidl.backends.training_interface import LabelRule
 from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
-from mpidl.core.tape import Var, WithVjp, op, value_of
+from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Var, value_of
 from mpidl.ops import check
 from mpidl.ops.label_checks import check_scores, label_lanes, squeezed
 from mpidl.ops.probabilities import is_soft, soft_correct_count, soft_cross_entropy

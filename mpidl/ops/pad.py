@@ -7,7 +7,7 @@ from typing import Any
 
 from mpidl import backends
 from mpidl.core.blocks import Blocked
-from mpidl.core.tape import WithVjp, op
+from mpidl.core.op import WithVjp, op
 from mpidl.ops import check
 
 __all__ = ["pad2d"]

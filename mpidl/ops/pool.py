@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, overload
 
 from mpidl import backends
+from mpidl.backends.deferred import GradientWithSums
+from mpidl.backends.shapes import pool2d_shape
 from mpidl.core.blocks import Blocked
-from mpidl.core.deferred import GradientWithSums
-from mpidl.core.shapes import pool2d_shape
-from mpidl.core.tape import Var, WithVjp, op, value_of
+from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Var, value_of
 from mpidl.ops import check
 
 __all__ = ["average_pool2d", "global_average_pool2d", "max_pool2d"]

@@ -13,7 +13,8 @@ import numpy as np
 from mpidl import backends
 from mpidl.core.blocks import Blocked, zero_unused
 from mpidl.core.fold import Partial
-from mpidl.core.tape import Array, Var, WithVjp, op, refuse_gpu, value_of
+from mpidl.core.op import WithVjp, op, refuse_gpu
+from mpidl.core.tape import Array, Var, value_of
 from mpidl.ops import check
 
 __all__ = ["mean", "sum"]

@@ -6,9 +6,10 @@ import functools
 from collections.abc import Sequence
 
 from mpidl import backends
+from mpidl.backends.shapes import same_cropping, transposed_conv2d_shape
 from mpidl.core.blocks import Blocked
-from mpidl.core.shapes import same_cropping, transposed_conv2d_shape
-from mpidl.core.tape import Array, WithVjp, op
+from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Array
 from mpidl.ops import check
 
 __all__ = ["transposed_conv2d"]

@@ -14,7 +14,7 @@ from mpidl.errors import Fault
 from mpidl.performance.trace import AGREE, FINISH, Event
 
 if TYPE_CHECKING:
-    from mpidl.comm import World
+    from mpidl.ranks.world import World
 
 SIZES = (8, 1024, 16384, 131072, 1048576)  # sizes of messages in bytes
 BURST = 16  # number of messages in each direction in a burst

@@ -20,21 +20,21 @@ import numpy as np
 
 from mpidl.backends.cpu import builds
 from mpidl.comm.reducer import BUCKET_BYTES
-from mpidl.comm.thread_budget import SHARED_CORES
 from mpidl.core.blocks import LANES, blocks_of
 from mpidl.data import MinibatchQueue, NodeCache
 from mpidl.errors import Fault, UserError
 from mpidl.performance import links
 from mpidl.performance.model import most_blocks, rounds_of_blocks
 from mpidl.performance.trace import BUCKET, StepClock, TracingWorld
+from mpidl.ranks.thread_budget import SHARED_CORES
 from mpidl.training import input_pipeline, memory_budget
 from mpidl.training.progress import OUTPUT_FUNCTION
 from mpidl.training.train import train
 
 if TYPE_CHECKING:
-    from mpidl.comm import World
     from mpidl.data.datastore import Datastore
     from mpidl.nn import Network
+    from mpidl.ranks.world import World
     from mpidl.training.options.training_options import TrainingOptions
 
 SECONDS = 60.0

@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpidl.comm.thread_budget import BUSY_SHARE
 from mpidl.files import write_whole
 from mpidl.performance.results import COMPLETE, PHASES
+from mpidl.ranks.thread_budget import BUSY_SHARE
 from mpidl.report.progress.rows import clock
 from mpidl.text import aligned
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl.comm.thread_budget import SHARED_CORES
 from mpidl.errors import UserError
 from mpidl.files import reason
+from mpidl.ranks.thread_budget import SHARED_CORES
 from mpidl.report import metrics
 from mpidl.report.live import curves
 from mpidl.training.files import checkpoint

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
-from mpidl.comm.thread_budget import OtherLoad
 from mpidl.errors import UserError
 from mpidl.files import reason, write_whole
 from mpidl.jobs.launcher import environment, launcher
@@ -29,11 +28,12 @@ from mpidl.performance.results import (
     read_json,
     row_of,
 )
+from mpidl.ranks.thread_budget import OtherLoad
 from mpidl.report.progress.rows import clock
 from mpidl.training.files import checkpoint
 
 if TYPE_CHECKING:
-    from mpidl.comm.failure import Signals
+    from mpidl.ranks.failure import Signals
 
 STOPPED_CODE = 75  # exit code of mpidl.train after a stop with a checkpoint
 POLL_SECONDS = 0.2

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.cpu import builds
-from mpidl.comm import World
 from mpidl.comm.reducer import BUCKET_BYTES, Reducer, is_on_host
-from mpidl.core import fold, phases
+from mpidl.core import fold
 from mpidl.core.fold import Partial
 from mpidl.errors import UserError
+from mpidl.ranks.world import World
 
 if TYPE_CHECKING:
     from mpidl.training.progress import EpochSummary

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidl.core import phases
-from mpidl.core.phases import SPAN, Seconds
+from mpidl import phases
+from mpidl.phases import SPAN, Seconds
 from mpidl.report.trace_file import RankSpans
 from mpidl.text import aligned
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidl.core import phases
+from mpidl import phases
 from mpidl.files import write_whole
 
 LINES = {phases.ITERATIONS: 0, phases.MAIN: 1, phases.SUMS: 2, phases.GPU: 3}  # order of tracks

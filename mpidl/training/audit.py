@@ -12,7 +12,7 @@ import numpy as np
 from mpidl.errors import Fault
 
 if TYPE_CHECKING:
-    from mpidl.comm import World
+    from mpidl.ranks.world import World
     from mpidl.training.trainer import Trainer
 
 MOST_NAMES = 3  # a message names at most this many ranks, and at most this many arrays

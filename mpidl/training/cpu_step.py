@@ -26,8 +26,8 @@ from mpidl.training.optimizers import Optimizer
 from mpidl.training.recorded_step import record
 
 if TYPE_CHECKING:
-    from mpidl.comm.world import World
     from mpidl.nn import Network
+    from mpidl.ranks.world import World
 
 GRADIENT, UPDATE = range(2)  # indices of the two parts of a recorded step
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidl.comm.failure import Signals
 from mpidl.core.blocks import LANES
 from mpidl.data import MinibatchQueue
 from mpidl.data.parts import part_blocks
 from mpidl.nn import Network
+from mpidl.ranks.failure import Signals
 from mpidl.training import batchnorm_moving
 from mpidl.training.batchnorm_population import population_state
 

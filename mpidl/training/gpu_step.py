@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpidl import phases
 from mpidl.backends.gpu import launching
 from mpidl.backends.gpu.program import ROWS
 from mpidl.backends.gpu.recorder import Recorder
 from mpidl.backends.gpu.sums import Counts, Pending
-from mpidl.core import phases
 from mpidl.training.recorded_step import record
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl.core import phases
+from mpidl import phases
 from mpidl.errors import UserError
 from mpidl.evaluation import class_metrics
 from mpidl.report.progress import notebook

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpidl.core.phases import Seconds
+from mpidl.phases import Seconds
 
 WINDOW = 10.0  # shortest period for which late ranks are reported, in seconds
 ALWAYS = 0.9  # fraction of this period during which a rank must be late to be reported

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from mpidl.comm import World
 from mpidl.files import call_together
+from mpidl.ranks.world import World
 
 if TYPE_CHECKING:
     from mpidl.report.live.address import Address

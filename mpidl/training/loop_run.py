@@ -7,9 +7,9 @@ import functools
 import os
 from collections.abc import Iterator
 
-from mpidl.comm import World
-from mpidl.comm.failure import Signals
 from mpidl.errors import UserError
+from mpidl.ranks.failure import Signals
+from mpidl.ranks.world import World
 from mpidl.report import stop_file
 from mpidl.report.loop_records import LoopRecords
 from mpidl.training import live_page, status_hooks

@@ -6,12 +6,12 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from mpidl.core import phases
+from mpidl import phases
 from mpidl.data import partition
 from mpidl.training.late_ranks import LateRanks
 
 if TYPE_CHECKING:
-    from mpidl.comm import World
+    from mpidl.ranks.world import World
     from mpidl.training.progress import EpochSummary
     from mpidl.training.trainer import Trainer
 

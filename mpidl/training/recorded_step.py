@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from mpidl.core import phases
+from mpidl import phases
 from mpidl.nn import Network
 
 Results = tuple[tuple, Mapping[str, Any], Mapping[str, Any]]  # value, gradients, state

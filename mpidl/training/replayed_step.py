@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.cpu import arenas
-from mpidl.core import phases
 from mpidl.data.parts import PartedBatch
 from mpidl.training import accumulation, cpu_step
 from mpidl.training.cpu_step import Stage, StepProgram

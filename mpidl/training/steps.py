@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidl import losses
-from mpidl.core import phases
+from mpidl import losses, phases
 from mpidl.core.grad import value_and_grad
 from mpidl.data.parts import PartedBatch, parts_of
 from mpidl.errors import NotFinite, UserError

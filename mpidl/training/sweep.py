@@ -13,12 +13,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from mpidl.comm import World
-from mpidl.comm.failure import Signals
-from mpidl.comm.groups import Group
 from mpidl.comm.transport import Cancelled
 from mpidl.errors import Fault, UserError
 from mpidl.files import on_rank_0, reason
+from mpidl.ranks.failure import Signals
+from mpidl.ranks.groups import Group
+from mpidl.ranks.world import World
 
 Trial = TypeVar("Trial")
 Returned = TypeVar("Returned")

@@ -6,10 +6,10 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from mpidl import phases
 from mpidl.comm.clocks import compare_clocks, to_rank_0
-from mpidl.core import phases
-from mpidl.core.phases import SPAN, Seconds
 from mpidl.errors import UserError
+from mpidl.phases import SPAN, Seconds
 from mpidl.report import timeline_table, trace_file
 from mpidl.training.rank_times import device_name
 

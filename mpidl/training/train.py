@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from mpidl import backends
-from mpidl.comm import World
-from mpidl.comm.failure import Signals
 from mpidl.data.array_datastore import Arrays
 from mpidl.data.checks import empty_classes_warning
 from mpidl.data.datastore import Datastore
 from mpidl.evaluation.validation import held_out
 from mpidl.matlab_names import explain_arguments
 from mpidl.nn import Network
+from mpidl.ranks.failure import Signals
+from mpidl.ranks.world import World
 from mpidl.report import Console
 from mpidl.training import hooks as hook_classes
 from mpidl.training import input_pipeline, lost_ranks, status_hooks, tracking_hooks

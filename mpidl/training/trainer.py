@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.comm import World, survival
-from mpidl.comm.failure import Signals
-from mpidl.core import phases
+from mpidl import phases
 from mpidl.data import MinibatchQueue, NodeCache
 from mpidl.data.agreement import agreed
 from mpidl.data.datastore import Datastore
@@ -23,6 +21,9 @@ from mpidl.data.parts import PartedBatch
 from mpidl.errors import NotFinite, StorageFault, UserError
 from mpidl.evaluation.validation import Validation
 from mpidl.nn import Network
+from mpidl.ranks import survival
+from mpidl.ranks.failure import Signals
+from mpidl.ranks.world import World
 from mpidl.report import Console
 from mpidl.report.history import History
 from mpidl.report.metrics import Cut

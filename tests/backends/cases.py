@@ -19,8 +19,9 @@ from conformance import (
 )
 from training_cases import training_table
 
-from mpidl.core import shapes
-from mpidl.core.deferred import DeferredInput, NormalizedInput
+from mpidl.backends import shapes
+from mpidl.backends.deferred import NormalizedInput
+from mpidl.core.blocks import DeferredInput
 
 CPU = ("cpu",)
 NO_PADDING, PADDING_1, UNIT = ((0, 0), (0, 0)), ((1, 1), (1, 1)), (1, 1)

@@ -31,9 +31,9 @@ from benchmarks.turns import Lost
 from mpidl.backends.gpu import kernels, launching
 from mpidl.backends.gpu.discovery import Gpu, Visible
 from mpidl.backends.gpu.sums import Counts
-from mpidl.comm import World
 from mpidl.errors import UserError
 from mpidl.nn import zoo
+from mpidl.ranks.world import World
 
 IMAGE = (1, 9, 9)
 needs_compiler = pytest.mark.skipif(compiler.find() is None, reason="no g++ for the emulator")

@@ -8,8 +8,8 @@ import types
 import pytest
 
 from benchmarks import arguments, memory
-from mpidl.comm import World
 from mpidl.errors import Fault
+from mpidl.ranks.world import World
 
 
 def test_samples_begin_after_the_warm_up():

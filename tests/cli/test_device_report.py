@@ -8,8 +8,8 @@ import pytest
 from mpidl.backends.gpu.discovery import Gpu
 from mpidl.cli import device_probe, device_report
 from mpidl.cli.device_probe import Memory, RankReport, SharedMemory
-from mpidl.comm.devices import RankGpus
-from mpidl.comm.thread_budget import Cores
+from mpidl.ranks.devices import RankGpus
+from mpidl.ranks.thread_budget import Cores
 from mpidl.text import host_list, ranges
 
 GB = 10**9

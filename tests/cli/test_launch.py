@@ -5,9 +5,9 @@ import threading
 import pytest
 
 from mpidl.cli import launch
-from mpidl.comm import failure
 from mpidl.errors import Fault, UserError
 from mpidl.jobs.job_words import JobCommand
+from mpidl.ranks import failure
 
 # Each start of this script writes its options to a file and ends with the next exit code in the
 # file `codes`. The code "c1" means 1 after a checkpoint, and "r0" means 0 in the middle of a run.

@@ -4,10 +4,10 @@ import pytest
 
 import mpidl as dl
 from mpidl.cli import scaling
-from mpidl.comm import failure, thread_budget
 from mpidl.errors import Fault
 from mpidl.performance import prediction, study
 from mpidl.performance.simulation import Link
+from mpidl.ranks import failure, thread_budget
 
 
 def test_other_arguments_are_those_of_train():

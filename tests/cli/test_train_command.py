@@ -8,8 +8,8 @@ from single_rank import numbers
 
 import mpidl as dl
 from mpidl.cli import arguments, train
-from mpidl.comm import failure
 from mpidl.evaluation import evaluate
+from mpidl.ranks import failure
 from mpidl.report import status, stop_file
 from mpidl.report.live.run import LiveRun
 from mpidl.training import input_pipeline

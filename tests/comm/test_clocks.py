@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.comm import clocks
 from mpidl.comm.clocks import ClockOffset, compare_clocks, to_rank_0
-from mpidl.core import phases
 
 SECOND = 10**9
 

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import simulator
 
-from mpidl.comm import World, exchange
+from mpidl.comm import exchange
 from mpidl.comm.reducer import Reducer
 from mpidl.core import fold, keyed
 from mpidl.core.blocks import LANES, share
 from mpidl.core.fold import Counter
 from mpidl.performance.simulation import Simulation
+from mpidl.ranks.world import World
 
 WIDTH = 37
 LAYOUTS = {

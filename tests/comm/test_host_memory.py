@@ -13,7 +13,7 @@ from test_exchange import leaves_of, partial_of, tree_sum, trees_of, wide
 
 import mpidl as dl
 from mpidl.backends.cpu import builds
-from mpidl.comm import World, exchange, host_memory, messaging, sum_plans, sum_queue
+from mpidl.comm import exchange, host_memory, messaging, sum_plans, sum_queue
 from mpidl.comm.host_memory import HostMemory
 from mpidl.comm.reducer import Reducer
 from mpidl.comm.sum_plans import KINDS
@@ -21,6 +21,7 @@ from mpidl.comm.sum_queue import HostSum, SumQueue
 from mpidl.core import fold
 from mpidl.core.blocks import LANES, share
 from mpidl.core.fold import Counter
+from mpidl.ranks.world import World
 
 pytestmark = needs_kernels
 FLOATS, DOUBLES = np.dtype("f4"), np.dtype("f8")

@@ -10,7 +10,7 @@ from mpidl.backends.cpu import arenas, builds
 from mpidl.backends.cpu.call import partial_of_rows
 from mpidl.backends.cpu.program import Calls
 from mpidl.backends.cpu.recorder import Recorder
-from mpidl.comm import World
+from mpidl.ranks.world import World
 from mpidl.comm.host_memory import HostMemory
 from mpidl.core.blocks import share
 

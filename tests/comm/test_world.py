@@ -9,11 +9,11 @@ import pytest
 from single_rank import numbers
 
 import mpidl as dl
-from mpidl.comm import World
-from mpidl.comm.thread_budget import available_cores
-from mpidl.comm.transport import Transport
 from mpidl.core.fold import replicated
 from mpidl.errors import FolderInUse, LostLock, StorageFault, UserError
+from mpidl.ranks.job_guard import JobTransport
+from mpidl.ranks.thread_budget import available_cores
+from mpidl.ranks.world import World
 
 
 def test_ranks_are_numbered_once(world):
@@ -32,7 +32,7 @@ def test_ranks_bound_to_cores_of_their_own_share_none(world):
     core = sorted(allowed)[world.rank % len(allowed)]
     os.sched_setaffinity(0, {core})
     try:
-        transport = Transport(world.transport.comm, timeout=60)
+        transport = JobTransport(world.transport.comm, timeout=60)
     finally:
         os.sched_setaffinity(0, allowed)
     transport.close()
@@ -313,7 +313,7 @@ def test_a_world_continues_with_some_of_its_ranks(world):
     is_lost = job.size > 1 and job.rank == last
     comm = job.transport.comm.Split(int(is_lost), job.rank)
     if not is_lost:
-        job.continue_with(Transport(comm, 60), survivors)
+        job.continue_with(JobTransport(comm, 60), survivors)
         assert (job.size, job.rank) == (len(survivors), comm.rank)
         assert job.first_ranks == survivors and len(job.hosts) == len(job.threads) == job.size
         lost = [(last, job.host)] if last else []

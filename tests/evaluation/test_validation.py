@@ -11,9 +11,9 @@ from image_sets import refusal
 from short_training import CLASSES, SIDE, pictures, small, trained
 
 import mpidl as dl
-from mpidl.comm import failure
 from mpidl.data.datastore import Datastore
 from mpidl.evaluation import validation
+from mpidl.ranks import failure
 from mpidl.report import Console, metrics, plots
 from mpidl.training.files import checkpoint
 from mpidl.training.files.model_file import weights_sha256

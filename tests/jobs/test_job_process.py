@@ -12,10 +12,10 @@ import pytest
 from launcher import marked
 from limits import exceeded, wait_until
 
-from mpidl.comm import failure
 from mpidl.errors import UserError
 from mpidl.jobs import job_process
 from mpidl.jobs.job_process import JobProcess
+from mpidl.ranks import failure
 
 TOKEN = secrets.token_hex(8)
 MPICH = """

@@ -41,8 +41,9 @@ def visible():
 
 def main():
     from mpidl.backends.gpu import sums
-    from mpidl.comm import devices, failure, nccl
+    from mpidl.comm import nccl
     from mpidl.data.loading import device_queue
+    from mpidl.ranks import devices, failure
 
     gathered = int(os.environ.get("EMULATED_GATHERED", sums.GATHERED))
     resident = float(os.environ.get("EMULATED_RESIDENT", device_queue.RESIDENT))

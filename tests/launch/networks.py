@@ -5,7 +5,7 @@ import sys
 import time
 
 import mpidl as dl
-from mpidl.comm import failure
+from mpidl.ranks import failure
 
 
 def small(input_shape, classes):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
-from mpidl.comm import failure
+from mpidl.ranks import failure
 
 
 def serve(folder):

@@ -216,7 +216,7 @@ FULL = """
 import resource, sys
 from mpi4py import MPI
 from mpidl.cli.train import main
-from mpidl.comm import acts, failure
+from mpidl.ranks import acts, failure
 from mpidl.training import trainer
 
 trainer.NodeCache = lambda images, *_: images

@@ -21,7 +21,7 @@ PROGRAM = """
 import sys
 import mpidl as dl
 
-from mpidl.comm import failure
+from mpidl.ranks import failure
 
 def refuse():
     raise dl.UserError("images: unusable")
@@ -142,7 +142,7 @@ def test_a_loss_that_is_not_finite(pictures, tmp_path):
 INFINITE = """
 import numpy as np
 import mpidl as dl
-from mpidl.comm import failure
+from mpidl.ranks import failure
 
 def main():
     world = dl.World()

@@ -18,7 +18,7 @@ import os, sys
 rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK"))
 os.environ["MPIDL_CPU"] = os.environ["BUILDS"].split()[rank]
 from mpidl.cli.train import main
-from mpidl.comm import failure
+from mpidl.ranks import failure
 failure.run(lambda: main(sys.argv[1:]))
 """
 SLOW = pytest.mark.slow("ranks")

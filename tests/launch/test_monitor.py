@@ -59,7 +59,7 @@ def test_without_bokeh_the_option_names_the_extra(pictures, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "import importlib.util, sys\n"
-        "from mpidl.comm import failure\n"
+        "from mpidl.ranks import failure\n"
         "from mpidl.cli.train import main\n"
         "find = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name: None if name == 'bokeh' else find(name)\n"

@@ -140,7 +140,7 @@ def test_a_stop_after_a_loss_can_be_resumed(pictures, tmp_path, expected):
 TEST_THAT_LOSES_A_RANK = """
 import os, signal, sys
 from mpidl.cli import train
-from mpidl.comm import failure
+from mpidl.ranks import failure
 
 evaluate = train.evaluate.evaluate
 

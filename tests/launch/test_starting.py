@@ -126,7 +126,7 @@ def test_a_rank_that_is_stopped_before_it_starts_mpi(pictures, tmp_path, rank):
 BEFORE_MPI = """
 import os, signal, sys
 import mpidl as dl
-from mpidl.comm import failure
+from mpidl.ranks import failure
 
 if failure.launched_rank() == 1:
     {"exit": sys.exit,
@@ -161,7 +161,7 @@ def test_a_rank_that_ends_before_it_starts_mpi(fault):
 AFTER_MPI = """
 import os, signal, sys
 import mpidl as dl
-from mpidl.comm import failure
+from mpidl.ranks import failure
 
 world = dl.World()
 

@@ -154,7 +154,7 @@ import sys
 import time
 
 from mlflow.tracking import MlflowClient
-from mpidl.comm import World
+from mpidl.ranks.world import World
 from mpidl.report.trackers.mlflow_store import MLflowRun
 
 create, world = MlflowClient.create_experiment, World()
@@ -205,7 +205,7 @@ FULL = """
 import sys
 
 from mpidl.cli.train import main
-from mpidl.comm import failure
+from mpidl.ranks import failure
 from mpidl.errors import UserError
 from mpidl.report.trackers.tracking import Tracker
 from mpidl.training import tracking_hooks

@@ -9,8 +9,8 @@ from single_rank import blocked
 import mpidl as dl
 from mpidl import ops
 from mpidl.backends import CPU
+from mpidl.backends.deferred import DeferredActivation
 from mpidl.core.blocks import Blocked
-from mpidl.core.deferred import DeferredActivation
 from mpidl.nn import fusion
 
 pytestmark = needs_kernels

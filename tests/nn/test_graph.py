@@ -10,7 +10,7 @@ from network_steps import conv_norm_relu, fused_and_separate, in_float64, step, 
 from single_rank import SingleRank, all_images, assert_slopes, blocked, finite_differences, numbers
 
 import mpidl as dl
-from mpidl.core.deferred import DeferredActivation
+from mpidl.backends.deferred import DeferredActivation
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.nn import fusion, graph

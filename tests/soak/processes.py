@@ -10,7 +10,7 @@ from pathlib import Path
 import jobs
 import launcher
 
-from mpidl.comm import acts
+from mpidl.ranks import acts
 
 MARK = "MPIDL_SOAK_CHAIN"  # environment variable of all processes of a chain
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun")

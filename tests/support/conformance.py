@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl.backends import CPU, REFERENCE
+from mpidl.backends.deferred import NormalizedInput
 from mpidl.backends.gpu import array
 from mpidl.backends.gpu.array import Array
 from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.interface import FUSED, Backend
-from mpidl.core.blocks import LANES
-from mpidl.core.deferred import DeferredInput, NormalizedInput
+from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.fold import Partial, Tree, fold_nodes, merge_moments
 
 BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, GPU)}

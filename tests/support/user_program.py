@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import mpidl as dl
-from mpidl.core.tape import WithVjp
+from mpidl.core.op import WithVjp
 from mpidl.training.optimizers import Optimizer, Rate
 from mpidl.training.progress import EpochSummary, Progress
 from mpidl.training.steps import StepResult

@@ -10,9 +10,9 @@ from short_training import SIDE, pictures, small, trained
 from single_rank import numbers
 
 import mpidl as dl
+from mpidl import phases
 from mpidl.backends.cpu.recorder import Recorder
 from mpidl.comm.host_memory import HostMemory
-from mpidl.core import phases
 from mpidl.data import MinibatchQueue
 from mpidl.nn import zoo
 from mpidl.training import cpu_step

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpidl.core.phases import Seconds
+from mpidl.phases import Seconds
 from mpidl.training.late_ranks import LateRanks
 
 HOSTS = ["n1", "n1", "n2", "n2"]

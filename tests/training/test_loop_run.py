@@ -10,7 +10,7 @@ from image_sets import refusal
 from short_training import pictures, small
 
 import mpidl as dl
-from mpidl.comm.failure import Signals
+from mpidl.ranks.failure import Signals
 from mpidl.report import metrics, run_files, status, stop_file
 from mpidl.report.live.run import runs_of
 

@@ -11,9 +11,9 @@ import pytest
 from short_training import pictures, small
 
 import mpidl as dl
-from mpidl.comm import survival
-from mpidl.comm.world import LostRank
 from mpidl.errors import UserError
+from mpidl.ranks import survival
+from mpidl.ranks.world import LostRank
 from mpidl.report import Console, metrics
 from mpidl.training import lost_ranks
 from mpidl.training.files import run_state

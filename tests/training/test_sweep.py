@@ -12,7 +12,7 @@ from image_sets import refusal
 from limits import wait_until
 
 import mpidl as dl
-from mpidl.comm import groups
+from mpidl.ranks import groups
 from mpidl.training import sweep
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (90, 1, 8, 8), dtype=np.uint8)

@@ -12,7 +12,7 @@ from short_training import pictures, small
 from single_rank import numbers
 
 import mpidl as dl
-from mpidl.core import phases
+from mpidl import phases
 from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.report import Console

@@ -5,8 +5,7 @@ import numpy as np
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import partial_of_rows, per_channel, source_of, tree_of
-from mpidl.core.blocks import LANES
-from mpidl.core.deferred import DeferredInput
+from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.fold import Counter, merge_moments
 
 

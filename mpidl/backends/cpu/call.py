@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from mpidl.core.deferred import DeferredInput
+from mpidl.core.blocks import DeferredInput
 from mpidl.core.fold import Partial, Term, add
 
 

@@ -5,13 +5,12 @@ import math
 
 import numpy as np
 
-from mpidl.backends import settings
+from mpidl.backends import settings, shapes
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import nodes_of, partial_of_rows, per_channel, source_of, tree_of
-from mpidl.core import shapes
+from mpidl.backends.deferred import NormalizedInput
 from mpidl.core.blocks import LANES
-from mpidl.core.deferred import NormalizedInput
 from mpidl.core.fold import Partial, Term, add, merge_moments
 
 # Minimum numbers of channels for Winograd's algorithm:

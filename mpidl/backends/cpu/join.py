@@ -6,7 +6,7 @@ from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.batchnorm import sizes
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import partial_of_rows, source_of, tree_of
-from mpidl.core.deferred import NormalizedInput
+from mpidl.backends.deferred import NormalizedInput
 
 
 def add(a, b):

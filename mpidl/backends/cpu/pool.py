@@ -4,10 +4,10 @@ import functools
 
 import numpy as np
 
+from mpidl.backends import shapes
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import partial_of_rows, source_of, tree_of
-from mpidl.core import shapes
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,11 +5,11 @@ The forward pass uses the backward kernel, and the backward pass uses the forwar
 
 import numpy as np
 
+from mpidl.backends import shapes
 from mpidl.backends.cpu import arenas, conv
 from mpidl.backends.cpu.batchnorm import channel_sums
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import per_channel
-from mpidl.core import shapes
 
 
 def transposed_conv2d(x, weight, bias, stride, cropping):

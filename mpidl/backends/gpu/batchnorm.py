@@ -5,10 +5,10 @@ Statistics stay on the device. Vectors are (C,) float32 Arrays unless stated oth
 
 import math
 
+from mpidl.backends.deferred import NormalizedInput
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.fold import partial_of_leaves
-from mpidl.core.blocks import LANES
-from mpidl.core.deferred import DeferredInput, NormalizedInput
+from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.fold import add, merge_moments
 
 THREADS = 256  # threads per block, as in batchnorm.cu

@@ -11,9 +11,8 @@ import functools
 import math
 from typing import NamedTuple
 
-from mpidl.backends import settings
+from mpidl.backends import settings, shapes
 from mpidl.backends.gpu import activation, array, batchnorm, conv_direct, fold, launching
-from mpidl.core import shapes
 from mpidl.core.blocks import LANES
 
 # Depth of a tile in shared memory (BK in the kernels), along the axis that a matrix product sums

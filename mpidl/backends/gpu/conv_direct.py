@@ -10,8 +10,8 @@ import math
 
 import numpy as np
 
+from mpidl.backends import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
-from mpidl.core import shapes
 from mpidl.core.blocks import LANES
 
 # Rows and columns of a tile, and threads per CTA (thread block), as in conv_direct.cu.

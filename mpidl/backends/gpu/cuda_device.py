@@ -98,7 +98,7 @@ class CudaDevice:
     # A function until(ready, name) that waits until ready() is true; None if other ranks cannot
     # delay this GPU.
     until = None
-    sharers = 1  # number of ranks that compute on this GPU; `comm.devices` sets it
+    sharers = 1  # number of ranks that compute on this GPU; `ranks.devices` sets it
     # With MPIDL_SYNCHRONOUS=1, wait for each kernel, so that an error names the kernel. A wait
     # cannot be part of a graph, so there are no graphs.
     synchronous = False

@@ -13,8 +13,7 @@ import numpy as np
 from mpidl.backends.gpu import array, fold, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.backends.gpu.batchnorm import activation_sums, channel_sums, read
-from mpidl.core.blocks import LANES
-from mpidl.core.deferred import DeferredInput
+from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.fold import Partial, Term, add
 
 THREADS = 128  # threads per block, as in dense.cu

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.cpu import builds
-from mpidl.core import phases
 
 NUMBERS = {
     "int": ctypes.c_int,

@@ -1,9 +1,9 @@
 """Compute cross-channel (local response) normalization with kernels/cuda/lrn.cu."""
 
+from mpidl.backends import shapes
 from mpidl.backends.gpu import activation, array, launching, pool
 from mpidl.backends.gpu.join import rows_and_channels
 from mpidl.backends.gpu.launching import THREADS
-from mpidl.core import shapes
 
 SHARED = 48 << 10  # bytes of shared memory that a thread block may use on any GPU
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from mpidl.backends import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
-from mpidl.core import shapes
-from mpidl.core.deferred import DeferredInput
+from mpidl.core.blocks import DeferredInput
 
 WARP, MAX_THREADS = 32, 256  # threads per warp, and maximum number of threads per CTA
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.gpu import launching
 from mpidl.backends.gpu.program_times import ProgramTimes
-from mpidl.core import phases
 
 ROWS = 8  # maximum number of training steps in progress at a time
 

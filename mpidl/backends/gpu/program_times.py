@@ -6,7 +6,7 @@ import itertools
 from functools import partial
 from typing import Any
 
-from mpidl.core import phases
+from mpidl import phases
 
 
 class ProgramTimes:

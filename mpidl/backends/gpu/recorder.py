@@ -18,11 +18,11 @@ exchange, or if too many training steps are in progress.
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends import memory_plan
 from mpidl.backends.gpu import kernels, launching
 from mpidl.backends.gpu.launching import Array
 from mpidl.backends.gpu.program import ROWS, Between, Copy, Exchange, Kernel, Program
-from mpidl.core import phases
 
 
 class Planned:

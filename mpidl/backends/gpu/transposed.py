@@ -3,9 +3,9 @@
 The forward pass uses the backward kernel, and the backward pass uses the forward kernel.
 """
 
+from mpidl.backends import shapes
 from mpidl.backends.gpu import array, batchnorm, conv, fold
 from mpidl.backends.gpu.array import Array
-from mpidl.core import shapes
 
 
 def transposed_conv2d(x, weight, bias, stride, cropping):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpidl.core.deferred import DeferredInput
+from mpidl.core.blocks import DeferredInput
 from mpidl.core.fold import Counter, merge_moments
 
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from mpidl.backends import shapes
 from mpidl.backends.reference.batchnorm import channel_sums
-from mpidl.core import shapes
 from mpidl.core.fold import Counter
 
 

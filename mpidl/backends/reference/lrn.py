@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpidl.core import shapes
+from mpidl.backends import shapes
 
 
 def _over(x, channels_before, channels_after):

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from mpidl.core import shapes
+from mpidl.backends import shapes
 
 
 def _places(x_shape, size, stride, padding):

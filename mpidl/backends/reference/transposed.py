@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from mpidl.backends import shapes
 from mpidl.backends.reference.batchnorm import channel_sums
 from mpidl.backends.reference.conv import conv2d, conv2d_dweight, conv2d_dx
-from mpidl.core import shapes
 
 
 def transposed_conv2d(x, weight, bias, stride, cropping):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, wait
 from typing import Any
 
-from mpidl.core import phases
+from mpidl import phases
 
 READER = "reader "  # prefix of the names of the threads' tracks in a timeline
 

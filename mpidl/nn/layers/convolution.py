@@ -8,7 +8,7 @@ from dataclasses import field
 from typing import Literal, get_args
 
 from mpidl import ops
-from mpidl.core.shapes import conv2d_shape, transposed_conv2d_shape
+from mpidl.backends.shapes import conv2d_shape, transposed_conv2d_shape
 from mpidl.nn.layers.base import (
     STORED,
     Built,

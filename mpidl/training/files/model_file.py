@@ -23,7 +23,6 @@ from typing import Any, TypedDict
 import numpy as np
 
 from mpidl import losses
-from mpidl.comm.failure import launched_ranks
 from mpidl.data.formats import hdf5_probe
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
@@ -31,6 +30,7 @@ from mpidl.errors import UserError
 from mpidl.files import check_regular, stamp, write_whole
 from mpidl.losses.checks import need_network
 from mpidl.nn import Layer, Network
+from mpidl.ranks.failure import launched_ranks
 from mpidl.text import name_list
 
 FORMAT_VERSION = 1

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.comm import World, hang_report
 from mpidl.errors import LostLock, NotFinite, UserError
 from mpidl.files import call_together, on_rank_0, reason
+from mpidl.ranks import hang_report
+from mpidl.ranks.world import World
 from mpidl.report import Metrics, history, metrics, status
 from mpidl.report.trackers import tracking
 from mpidl.training import timeline

@@ -8,9 +8,9 @@ import threading
 import time
 from types import TracebackType
 
-from mpidl.comm import World
 from mpidl.errors import FolderInUse, UserError
 from mpidl.files import call_together, on_rank_0, reason
+from mpidl.ranks.world import World
 from mpidl.report import stop_file
 from mpidl.training.files import lock_file
 from mpidl.training.files.lock_file import LockFile

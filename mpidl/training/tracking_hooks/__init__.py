@@ -13,9 +13,9 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mpidl.comm import World
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation
+from mpidl.ranks.world import World
 from mpidl.report.trackers import tracking
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.tracking_hooks.base import TrackingHook

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidl.comm import World
 from mpidl.data import gallery
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation
 from mpidl.files import call_together
 from mpidl.losses import has_class_scores
+from mpidl.ranks.world import World
 from mpidl.report import confusion
 from mpidl.report.trackers import tracking
 from mpidl.report.trackers.tracking import Tracker

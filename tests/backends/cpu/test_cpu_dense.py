@@ -15,8 +15,8 @@ from single_rank import SingleRank, blocked, numbers
 import mpidl as dl
 from mpidl.backends import CPU as cpu
 from mpidl.backends.cpu import builds, dense
-from mpidl.core.blocks import LANES
-from mpidl.core.deferred import DeferredActivation, DeferredInput
+from mpidl.backends.deferred import DeferredActivation
+from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.fold import Counter, Tree
 
 pytestmark = needs_kernels

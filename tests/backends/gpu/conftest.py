@@ -7,7 +7,7 @@ import pytest
 def world(device):
     """Return a world with one rank that computes on the device."""
     from mpidl.backends.gpu.sums import Counts
-    from mpidl.comm import World
+    from mpidl.ranks.world import World
 
     world = World(threads=1)
     world.device, world.counts = device, Counts()

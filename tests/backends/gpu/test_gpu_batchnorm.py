@@ -14,8 +14,7 @@ from mpidl.backends.gpu import activation as activations
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.backends.gpu.backend import GPU
 from mpidl.core import fold
-from mpidl.core.blocks import LANES
-from mpidl.core.deferred import DeferredInput
+from mpidl.core.blocks import LANES, DeferredInput
 
 
 def tree(blocks):

@@ -5,10 +5,10 @@ import weakref
 import numpy as np
 import pytest
 
+from mpidl import phases
 from mpidl.backends.gpu import launching, program
 from mpidl.backends.gpu.array import plain
 from mpidl.backends.gpu.recorder import Recorder
-from mpidl.core import phases
 
 
 def copy(source):
