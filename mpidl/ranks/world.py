@@ -12,7 +12,6 @@ import numpy as np
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.comm import world
-from mpidl.comm.recorded_world import RecordedWorld
 from mpidl.comm.transport import START_SECONDS
 from mpidl.errors import UserError
 from mpidl.ranks import devices, failure, serial, thread_budget, ulfm, watchdog
@@ -21,7 +20,6 @@ from mpidl.ranks.job_guard import JobTransport
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpidl.backends.cpu.recording import Recorder
     from mpidl.comm.host_memory import HostMemory
     from mpidl.ranks.groups import Neighbours
 
@@ -238,21 +236,6 @@ class World(world.World):
         self.hosts = transport.hosts
         self._abandoned_windows += self._windows.values()
         self._windows = dict.fromkeys(self._windows)
-
-    def recorded(self, recorder: Recorder) -> RecordedWorld:
-        """Return a world that records the sums of a training step on CPUs.
-
-        Parameters
-        ----------
-        recorder : Recorder
-            The recorder of the step's kernel calls, which also records the sums.
-
-        Returns
-        -------
-        RecordedWorld
-            A world with the ranks of this world.
-        """
-        return RecordedWorld(self, recorder)
 
     def report(self, **facts: Any) -> None:
         """Print named values on rank 0, such as `Epoch: 1, Loss: 0.3071`, and record them.

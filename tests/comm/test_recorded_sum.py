@@ -10,9 +10,9 @@ from mpidl.backends.cpu import arenas, builds
 from mpidl.backends.cpu.call import partial_of_rows
 from mpidl.backends.cpu.program import Calls
 from mpidl.backends.cpu.recorder import Recorder
-from mpidl.ranks.world import World
 from mpidl.comm.host_memory import HostMemory
 from mpidl.core.blocks import share
+from mpidl.ranks.world import World
 
 pytestmark = needs_kernels
 IMAGES, WIDTH = 60, 4  # 60 images are 4 blocks, so some ranks may have no block
