@@ -89,6 +89,7 @@ PUBLIC += ("mpidl.training.optimizers",)
 # Classes of the objects that hooks and output functions receive.
 RECEIVED = {
     "mpidl.training.trainer": ("Trainer",),
+    "mpidl.training.run": ("Run",),
     "mpidl.training.steps": ("StepInfo", "StepResult"),
     "mpidl.training.progress": ("EpochSummary", "Position", "Progress", "Result"),
 }

@@ -37,7 +37,7 @@ from mpidl.training.files.run_lock import RunLock
 from mpidl.training.options import configuration, training_options
 from mpidl.training.schedules import ENDING
 from mpidl.training.train import train as train_network
-from mpidl.training.trainer import Trainer, stopped_by
+from mpidl.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from mpidl.report.live.address import Address
@@ -218,7 +218,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
                 lock.confirm()
                 if skipped:
                     _list_skipped(out, test_set, skipped, world, console)
-                stopped = stopped_by(signals, world)
+                stopped = failure.agreed_signal(signals, world)
             lock.confirm()
             if stopped:
                 status_hook.status.stopped = stopped

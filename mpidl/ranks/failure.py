@@ -303,3 +303,10 @@ def _contexts(number):
     while isinstance(context := getattr(handler, "__self__", None), Signals):
         yield context
         handler = context._previous_handlers.get(number)
+
+
+def agreed_signal(signals, world):
+    """Return the name of the signal if the ranks have agreed to stop, else None. Collective."""
+    if not signals.agreed:
+        return None
+    return next(name for name in world.broadcast(world.gather(signals.name)) if name)

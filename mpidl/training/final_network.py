@@ -11,15 +11,17 @@ from mpidl.core.blocks import LANES
 from mpidl.data import MinibatchQueue
 from mpidl.data.parts import part_blocks
 from mpidl.nn import Network
+from mpidl.ranks import failure
 from mpidl.ranks.failure import Signals
 from mpidl.training import batchnorm_moving
 from mpidl.training.batchnorm_population import population_state
+from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE
 
 if TYPE_CHECKING:
-    from mpidl.training.trainer import Trainer
+    from mpidl.training.run import Run
 
 
-def validated_network(trainer: Trainer, signals: Signals | None) -> Network | None:
+def validated_network(trainer: Run, signals: Signals | None) -> Network | None:
     """Return the network that a validation evaluates after the current iteration. Collective.
 
     With moving statistics, the result is the network that the run would return now. With population
@@ -49,7 +51,25 @@ def validated_network(trainer: Trainer, signals: Signals | None) -> Network | No
     return net
 
 
-def finalize_network(trainer: Trainer, signals: Signals | None) -> None:
+def finish_network(trainer: Run) -> str | None:
+    """Finalize the network, and return the reason why the run ended early, or None. Collective.
+
+    The trainer calls this function after the last checkpoint, so a resumed run continues as if it
+    had never stopped.
+    """
+    signals = trainer.signals
+    reason = failure.agreed_signal(signals, trainer.world)
+    if reason is None and signals.name == OUTPUT_FUNCTION:
+        signals.name = None  # the stop came after the last step, so the run did not end early
+    if reason is None and trainer.validation.exhausted:
+        reason = PATIENCE
+    if reason not in (None, OUTPUT_FUNCTION, PATIENCE):
+        return reason
+    finalize_network(trainer, None if reason == OUTPUT_FUNCTION else signals)
+    return reason or failure.agreed_signal(signals, trainer.world)
+
+
+def finalize_network(trainer: Run, signals: Signals | None) -> None:
     """Choose the weights, compute population statistics on request, and validate the result.
 
     If a signal arrives, the remaining work is skipped. Collective.

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 
 from mpidl.errors import UserError
+from mpidl.ranks import failure
 from mpidl.ranks.failure import Signals
 from mpidl.ranks.world import World
 from mpidl.report import stop_file
@@ -15,7 +16,6 @@ from mpidl.report.loop_records import LoopRecords
 from mpidl.training import live_page, status_hooks
 from mpidl.training.files.run_folder import RECORD, RunFolder, RunWriter
 from mpidl.training.files.run_lock import RunLock
-from mpidl.training.trainer import stopped_by
 
 
 @contextlib.contextmanager
@@ -91,7 +91,7 @@ def report_to(
             _listening(world, signals, writer),
         ):
             yield
-            status_hook.status.stopped = stopped_by(signals, world)
+            status_hook.status.stopped = failure.agreed_signal(signals, world)
             writer.write(writer.raise_record_error)
             writer.plot(end=True)
 

@@ -1,4 +1,4 @@
-"""Define `Trainer`, the training loop behind `dl.train` and the command `train`."""
+"""The parts of a training run, and what hooks may ask of the run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from mpidl import phases
 from mpidl.data import MinibatchQueue, NodeCache
-from mpidl.data.agreement import agreed
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
-from mpidl.data.parts import PartedBatch
 from mpidl.errors import NotFinite, StorageFault, UserError
 from mpidl.evaluation.validation import Validation
 from mpidl.nn import Network
-from mpidl.ranks import survival
 from mpidl.ranks.failure import Signals
 from mpidl.ranks.world import World
 from mpidl.report import Console
@@ -37,28 +33,23 @@ from mpidl.training import (
 from mpidl.training.audit import audit
 from mpidl.training.files import run_state
 from mpidl.training.files.run_folder import RunFolder, RunWriter
-from mpidl.training.final_network import finalize_network, validated_network
+from mpidl.training.final_network import validated_network
 from mpidl.training.load_balancing import LoadBalancer
 from mpidl.training.optimizers import Optimizer
 from mpidl.training.optimizers.checks import CustomOptimizer
 from mpidl.training.options.training_options import TrainingOptions
-from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, Position, Result
+from mpidl.training.progress import OUTPUT_FUNCTION, Position, Result
 from mpidl.training.rollback import Rollback
 from mpidl.training.schedules import rate_of
 from mpidl.training.step_selection import make_step
-from mpidl.training.steps import EagerStep, RecordedStep, StepInfo, StepResult
+from mpidl.training.steps import EagerStep, RecordedStep, StepResult
 from mpidl.training.weight_average import WeightAverage
 
 
-def stopped_by(signals: Signals, world: World) -> str | None:
-    """Return the name of the signal if the ranks have agreed to stop, else None. Collective."""
-    if not signals.agreed:
-        return None
-    return next(name for name in world.broadcast(world.gather(signals.name)) if name)
+class Run:
+    """A training run: its parts, its position, and what hooks may ask of it.
 
-
-class Trainer:
-    """A training run. Hooks receive this object as their first argument.
+    The subclass `Trainer` runs the loop. Hooks receive it as their first argument.
 
     Parameters
     ----------
@@ -224,104 +215,30 @@ class Trainer:
     def _epoch_of(self, iteration):
         return (max(iteration, 1) - 1) // self._per_epoch + 1
 
+    def result(self) -> Result:
+        """Return the result of the run, which has ended."""
+        position, validation = self.position, self.validation
+        loss, accuracy = validation.of_the_result()
+        skipped = [bad_images for _, bad_images in skipped_images.sets_of(self).values()]
+        return Result(
+            stopped=self.stopped,
+            epochs=position.epoch - 1,
+            iterations=position.iteration,
+            loss=position.mean_loss,
+            images_per_second=position.all_images / max(position.seconds, 1e-9),
+            train_seconds=position.seconds,
+            best_iteration=validation.iteration or None,
+            validation_loss=loss,
+            validation_accuracy=accuracy,
+            rollbacks=position.rollbacks,
+            lost_ranks=self.iteration_start.losses,
+            skipped_images=sum(map(len, skipped)),
+            history=self.history,
+        )
+
     def stop(self) -> None:
         """End the run after the current mini-batch, on all ranks, with a checkpoint."""
         self.signals.name = self.signals.name or OUTPUT_FUNCTION
-
-    def run(self) -> Result:
-        """Train until the run is complete or stopped, and return the result. Collective.
-
-        Returns
-        -------
-        Result
-            The loss, the times, and the reason for an early end.
-        """
-        try:
-            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                self.iteration_start.keep(self)
-                return survival.attempt(
-                    self.world, self._run, lambda: self.iteration_start.restore(self)
-                )
-        finally:
-            phases.take_spans()  # discard the spans of a failed run
-            self.step.close()
-            with contextlib.suppress(UserError):  # show the error of the run instead
-                self.writer.close()
-
-    def _run(self):
-        if not self._has_started:
-            self.hooks.start(self)
-            self._has_started = True
-        while (problem := self._train_to_the_end()) is not None:
-            self.rollback.restore(self, problem)
-        position = self.position
-        self.stopped = self._finish()
-        self.hooks.end(self)
-        self.writer.close()
-        self.datastore.close()
-        if self.signals.name == OUTPUT_FUNCTION:  # the caller may reuse `signals`
-            self.signals.name, self.signals.agreed = None, False
-        return Result(
-            self.stopped,
-            position.epoch - 1,
-            position.iteration,
-            position.mean_loss,
-            position.all_images / max(position.seconds, 1e-9),
-            position.seconds,
-            self.validation.iteration or None,
-            *self.validation.of_the_result(),
-            position.rollbacks,
-            self.iteration_start.losses,
-            sum(len(bad) for _, bad in skipped_images.sets_of(self).values()),
-            self.history,
-        )
-
-    def _train_to_the_end(self):
-        """Run the remaining epochs. Return None, or the `NotFinite` that requires a rollback."""
-        try:
-            if self.validation.owed:
-                self.validate(announce=not self.at_epoch_end)
-            while not self.is_over:
-                self._run_epoch()
-            self.wait()
-            self.check_finite(run_state.progress(self)[0])  # no loss follows the last update
-            self.hooks.finish(self)
-        except NotFinite as error:
-            if self.rollback is None:
-                raise
-            return error.with_traceback(None)  # the traceback would keep the mini-batch in memory
-        return None
-
-    def _run_epoch(self):
-        position = self.position
-        batches = self.queue.epoch(position.epoch, start=position.batch)
-        start_time, images_before = time.monotonic() - self._seconds_apart, position.images
-        self.iteration_start.reach()
-        with contextlib.closing(batches):
-            for images, targets in self._agreed(batches):
-                self.iteration_start.keep(self)
-                with phases.span("learning rate"):
-                    info = self._next_step(images.batch)
-                self._report(self.step.submit(images, targets, info))
-                del images, targets  # free memory for the next mini-batch
-                self.hooks.step(self)
-                if self.leaves_epoch:
-                    break
-                self.iteration_start.reach()
-        self.iteration_start.keep(self)  # needed if the ranks have agreed to stop
-        self.wait()
-        if self.at_epoch_end:
-            seconds = time.monotonic() - self._seconds_apart - start_time
-            speed = (position.images - images_before) / seconds
-            summary = position.end_epoch(self.optimizer.learning_rate, speed)
-            self.hooks.epoch(self, summary)
-
-    def _agreed(self, batches):
-        """Yield the mini-batches; if one cannot be read, write a checkpoint before raising."""
-        try:
-            yield from agreed(batches, self.world, self.signals, self.writer.check)
-        except (StorageFault, UserError) as error:
-            raise self.after_checkpoint(error) from None
 
     def after_checkpoint(self, error: StorageFault | UserError) -> StorageFault | UserError:
         """Save the run before an error ends it, and return the error to raise. Collective.
@@ -345,16 +262,7 @@ class Trainer:
             f"{error}; checkpoint written; to continue, run again with --resume {self.writer.out}"
         )
 
-    def _next_step(self, batch):
-        position, start_time = self.position, time.monotonic()
-        position.batch, position.iteration = position.batch + 1, position.iteration + 1
-        position.statistics_updates += len(batch.parts) if isinstance(batch, PartedBatch) else 1
-        self.optimizer.learning_rate = rate = self.learning_rate(position.iteration)
-        self.average.prepare_step(position.iteration, len(self.queue))
-        self.world.transport.activity = f"epoch {position.epoch}, iteration {position.iteration}"
-        return StepInfo(position.epoch, position.iteration, batch.count, rate, start_time)
-
-    def _report(self, results):
+    def report(self, results: Iterable[StepResult]) -> None:
         """Add step results to the position, then pass the results to the `iteration` hooks.
 
         If the iterator `results` raises a Fault because a loss is not finite, the hooks still
@@ -378,7 +286,7 @@ class Trainer:
 
         On a GPU, the network is up to date only after this call.
         """
-        self._report(self.step.drain())
+        self.report(self.step.drain())
 
     def _continues(self):
         return not self.signals.agreed and not self.validation.exhausted
@@ -453,23 +361,6 @@ class Trainer:
         with self.console.stage(*stage) if stage else contextlib.nullcontext() as progress:
             yield progress
         self._seconds_apart += time.monotonic() - start_time
-
-    def _finish(self):
-        """Finalize the network, and return the reason why the run ended early, or None.
-
-        This method runs after the last checkpoint, so a resumed run continues as if it had never
-        stopped.
-        """
-        signals = self.signals
-        reason = stopped_by(signals, self.world)
-        if reason is None and signals.name == OUTPUT_FUNCTION:
-            signals.name = None  # the stop came after the last step, so the run did not end early
-        if reason is None and self.validation.exhausted:
-            reason = PATIENCE
-        if reason not in (None, OUTPUT_FUNCTION, PATIENCE):
-            return reason
-        finalize_network(self, None if reason == OUTPUT_FUNCTION else signals)
-        return reason or stopped_by(signals, self.world)
 
     def check_finite(self, tables: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Raise NotFinite if an array of the run's state is not finite. Collective.

@@ -16,6 +16,7 @@ from mpidl.training.files.run_folder import BAD_IMAGES
 from mpidl.training.progress import EpochSummary
 
 if TYPE_CHECKING:
+    from mpidl.training.run import Run
     from mpidl.training.trainer import Trainer
 
 MOST_LINES = 5  # largest number of images for which a line is printed
@@ -52,7 +53,7 @@ def _read_rows(path):
     return [row for row in rows if len(row) == len(HEADINGS) and row != HEADINGS]
 
 
-def sets_of(trainer: Trainer) -> dict[str, tuple[Datastore, BadImages]]:
+def sets_of(trainer: Run) -> dict[str, tuple[Datastore, BadImages]]:
     """Return {set name: (images, skipped images)} of a run; {} if the run skips no images."""
     validation = trainer.validation
     sets = {"training": (trainer.datastore, trainer.bad_images)}
@@ -64,13 +65,13 @@ def sets_of(trainer: Trainer) -> dict[str, tuple[Datastore, BadImages]]:
     }
 
 
-def facts(trainer: Trainer) -> dict[str, Any]:
+def facts(trainer: Run) -> dict[str, Any]:
     """Return {"bad_images": {set name: {index: reason}}}; {} if no image was skipped."""
     reasons = {name: bad.reasons for name, (_, bad) in sets_of(trainer).items() if len(bad)}
     return {"bad_images": reasons} if reasons else {}
 
 
-def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+def restore(trainer: Run, saved: Mapping[str, Any]) -> None:
     """Restore the skipped images of a resumed run from the facts of its checkpoint."""
     for name, (_, bad_images) in sets_of(trainer).items():
         reasons = saved.get("bad_images", {}).get(name, {})

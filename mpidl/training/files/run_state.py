@@ -16,10 +16,10 @@ from mpidl.training.options.configuration import changed_on_resume, resumable, s
 from mpidl.training.progress import Position
 
 if TYPE_CHECKING:
-    from mpidl.training.trainer import Trainer
+    from mpidl.training.run import Run
 
 
-def progress(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+def progress(trainer: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (tables, facts) of everything that training changes, except the position."""
     net, validation = trainer.net, trainer.validation
     tables = {
@@ -31,7 +31,7 @@ def progress(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     return tables, {"validation": validation.facts()}
 
 
-def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+def collect(trainer: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the contents of a checkpoint: arrays by table, and facts for JSON.
 
     The facts do not include the position, which `RunWriter.save` adds.
@@ -66,7 +66,7 @@ def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     return tables, facts
 
 
-def restore(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> None:
+def restore(trainer: Run, arrays: dict[str, Any], facts: dict[str, Any]) -> None:
     """Set the trainer's network, optimizer, validation and position from a checkpoint.
 
     Raises
@@ -98,7 +98,7 @@ def copied(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, np.nd
     }
 
 
-def set_progress(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> None:
+def set_progress(trainer: Run, arrays: dict[str, Any], facts: dict[str, Any]) -> None:
     """Set the trainer's network, optimizer, validation and position without any checks."""
     net = trainer.net
     learnables, state = arrays["learnables"], arrays["state"]
