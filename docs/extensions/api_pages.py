@@ -88,7 +88,6 @@ PUBLIC = ("mpidl", "mpidl.data", "mpidl.nn", "mpidl.nn.zoo", "mpidl.keyed")
 PUBLIC += ("mpidl.training.optimizers",)
 # Classes of the objects that hooks and output functions receive.
 RECEIVED = {
-    "mpidl.training.trainer": ("Trainer",),
     "mpidl.training.run": ("Run",),
     "mpidl.training.steps": ("StepInfo", "StepResult"),
     "mpidl.training.progress": ("EpochSummary", "Position", "Progress", "Result"),

@@ -323,7 +323,13 @@ class Messaging:
         return self._host_memory
 
     def sends_messages(self) -> bool:
-        """Return whether sums need messages, because not all ranks share memory. Collective."""
+        """Return whether sums need messages, because not all ranks share memory. Collective.
+
+        Returns
+        -------
+        bool
+            Whether sums of this world send messages.
+        """
         memory = self.host_memory()
         return memory is None or not memory.has_all_ranks
 

@@ -216,7 +216,13 @@ class Run:
         return (max(iteration, 1) - 1) // self._per_epoch + 1
 
     def result(self) -> Result:
-        """Return the result of the run, which has ended."""
+        """Return the result of the run, which has ended.
+
+        Returns
+        -------
+        Result
+            The losses, the times, and the reason for an early end.
+        """
         position, validation = self.position, self.validation
         loss, accuracy = validation.of_the_result()
         skipped = [bad_images for _, bad_images in skipped_images.sets_of(self).values()]
@@ -269,6 +275,11 @@ class Run:
         receive all earlier results. A hook that calls `wait` or `save` causes a nested call to this
         method. A nested call only adds its results to the position; the outermost call passes all
         results to the hooks.
+
+        Parameters
+        ----------
+        results : iterable of StepResult
+            The results that a step has returned.
         """
         is_outermost = not self._results
         try:

@@ -9,7 +9,7 @@ import mpidl as dl
 from mpidl.backends.cpu import arenas
 from mpidl.data import NodeCache, queue
 from mpidl.data.datastore import Datastore
-from mpidl.training import memory_budget, trainer
+from mpidl.training import memory_budget, run
 
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
@@ -121,7 +121,7 @@ def peak_memory(world, monkeypatch, **options):
             caches.append(sum(t.cache.nbytes + t.filled.nbytes for t in tables))
 
     monkeypatch.setattr(queue, "arenas", SimpleNamespace(Arena=Arena, empty=arenas.empty))
-    monkeypatch.setattr(trainer, "NodeCache", Cache)
+    monkeypatch.setattr(run, "NodeCache", Cache)
     net = dl.Network([dl.AveragePool2D(16), dl.Dense(2)], SHAPE)
     options = {"batch_size": 64, "epochs": 1, "plots": "none", "verbose": "off", **options}
     dl.train(net, Drawn(900), dl.TrainingOptions(**options), world=world)
