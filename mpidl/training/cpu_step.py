@@ -135,6 +135,7 @@ class StepProgram:
         self._parts: list[Any] = []
         self._changes = -1
         self._formats = _facts(images.batch), _format(images), _format(targets)
+        world.host_memory()  # collective; an error during the recording may occur on one rank only
         recorder = Recorder(self._arrays, None if largest is None else largest.memory)
         self.memory: PlannedArena = recorder.memory
         self._counts = recorder.constant(images.batch.counts())
