@@ -29,10 +29,10 @@ extensions = [
 root_doc = "docs/index"
 source_suffix = {".md": "markdown", ".ipynb": "notebook"}
 include_patterns = ["docs/**", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
-include_patterns.append("kernels/README.md")
+include_patterns += ["kernels/README.md", "mpidl/*/README.md", "tests/README.md"]
 # Folders without pages.
-exclude_patterns = [".*", "benchmarks", "build", "dist", "environments", "examples", "mpidl", "run"]
-exclude_patterns += ["runs", "tests"]
+exclude_patterns = [".*", "benchmarks", "build", "dist", "environments", "examples", "run", "runs"]
+exclude_patterns += ["tests/*/**"]
 nitpicky = False  # types in docstrings are free text, such as "array (n, C, H, W)"
 
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]

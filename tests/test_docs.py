@@ -23,6 +23,7 @@ from mpidl.training.options import configuration, sweep_file
 ROOT = documented_commands.ROOT
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md"]
+PAGES += [*sorted(ROOT.glob("mpidl/*/README.md")), ROOT / "tests" / "README.md"]
 MOST_EPOCHS = 5
 # Options of other programs that the documents mention.
 FOREIGN = {

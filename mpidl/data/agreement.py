@@ -21,26 +21,10 @@ def agreed(
     """Yield each mini-batch after all ranks have read their parts of the mini-batch.
 
     Before each mini-batch, the ranks agree on whether to continue, so all ranks stop at the same
-    mini-batch. If the queue has `bad_images`, the ranks also agree on the images to skip.
-
-    Parameters
-    ----------
-    batches : generator
-        A generator that yields this rank's part of each mini-batch.
-    world : World
-        The ranks that share the mini-batches.
-    signals : Signals of `ranks.failure`, optional
-        Stop requests that this process has received. If any rank has received a stop request, the
-        generator sets ``signals.agreed`` and ends on all ranks.
-    check : callable, optional
-        Function that this rank calls before each mini-batch. If the function raises an error
-        on one rank, all ranks raise that error.
-
-    Raises
-    ------
-    UserError, StorageFault
-        On all ranks, if any rank cannot read its images, or if `check` raises the error on any
-        rank.
+    mini-batch. If any rank has received a stop request, `signals.agreed` is set. If the queue has
+    `bad_images`, the ranks also agree on the images to skip. UserError and StorageFault are raised
+    on all ranks if any rank cannot read its images, or if `check`, which each rank calls before
+    each mini-batch, raises the error.
     """
     bad = None  # for each rank, the images that it could not read
     while True:

@@ -127,12 +127,8 @@ class ArrayDatastore(Datastore):
 def as_datastore(candidate: object, role: str) -> Datastore:
     """Return a datastore: the candidate, or an `ArrayDatastore` of a tuple (images, labels).
 
-    Class names and whole numbers, one per image, are labels. Other arrays are targets.
-
-    Raises
-    ------
-    UserError
-        If the candidate is anything else. `role` names the argument in the message.
+    Class names and whole numbers, one per image, are labels. Other arrays are targets. Raises
+    UserError if the candidate is anything else. `role` names the argument in the message.
     """
     if isinstance(candidate, Datastore):
         return candidate
@@ -193,13 +189,8 @@ def label_numbers(names: Sequence[str], classes: Sequence[str], source: str) -> 
 def checked_targets(targets: np.ndarray, count: int, source: str) -> np.ndarray:
     """Check the targets of `count` images and return them as float32 or int32.
 
-    `source` names the targets in messages.
-
-    Raises
-    ------
-    UserError
-        If the number of targets is not `count`, or if the targets are neither floats nor whole
-        numbers in the range of int32.
+    `source` names the targets in messages. Raises UserError if the number of targets is not
+    `count`, or if the targets are neither floats nor whole numbers in the range of int32.
     """
     targets = np.asarray(targets)
     if targets.shape[:1] != (count,) or targets.dtype.kind not in "biuf":
@@ -221,22 +212,9 @@ def check_labels(
 ) -> np.ndarray:
     """Check labels and return them as int64 (count,).
 
-    Parameters
-    ----------
-    labels : array_like of int
-        The labels.
-    count : int
-        Number of images.
-    classes : sequence or None
-        Class names; None allows labels below `MOST_CLASSES`.
-    source : str
-        Name of the labels in messages.
-
-    Raises
-    ------
-    UserError
-        If the number of labels is not `count`, or if a label is negative, is not a whole number, or
-        is not below the number of classes.
+    Raises UserError if the number of labels is not `count`, or if a label is negative, is not a
+    whole number, or is not below the number of classes. If `classes` is None, labels are below
+    `MOST_CLASSES`. `source` names the labels in messages.
     """
     labels = np.asarray(labels)
     labels = labels[:, 0] if labels.shape == (count, 1) else labels

@@ -3,11 +3,9 @@
 For n images in K nonempty classes, an epoch draws m = ceil(n / K) images of each class. From a
 class with at least m images, it draws m different images. From a class with n_c < m images, it
 draws every image m // n_c times, and m % n_c of the images once more. Each epoch selects these
-images at random.
-
-The first draw of image i has the sample number i, and the following draws have the sample numbers
-n + i, 2n + i and so on. Random numbers per image, such as those for augmentation, depend on the
-sample number, so the copies of an image differ.
+images at random. The first draw of image i has the sample number i, and the following draws have n
++ i, 2n + i and so on. Random numbers per image depend on the sample number, so the copies of an
+image differ.
 """
 
 from __future__ import annotations
@@ -30,13 +28,7 @@ def check(datastore: Datastore) -> None:
 
 
 def epoch_length(labels: np.ndarray) -> int:
-    """Return the number of draws per epoch: K * ceil(n / K).
-
-    Parameters
-    ----------
-    labels : ndarray of int, shape (n,)
-        Label of each image.
-    """
+    """Return the number of draws per epoch: K * ceil(n / K)."""
     classes = len(np.unique(labels))
     return classes * -(-len(labels) // classes)
 
@@ -44,17 +36,8 @@ def epoch_length(labels: np.ndarray) -> int:
 def draw(labels: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     """Return the sample numbers of an epoch in a random order.
 
-    Parameters
-    ----------
-    labels : ndarray of int, shape (n,)
-        Label of each image.
-    seed, epoch : int
-        Keys that determine the random numbers.
-
-    Returns
-    -------
-    ndarray of int64
-        Sample numbers. Sample number s refers to image s % n.
+    Sample number s refers to image s % n. The seed and the epoch are the keys of the random
+    numbers.
     """
     total, classes = len(labels), np.unique(labels)
     per_class = -(-total // len(classes))

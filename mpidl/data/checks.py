@@ -27,11 +27,7 @@ def check_classes(datastore: Datastore) -> None:
 def empty_classes_warning(datastore: Datastore) -> str | None:
     """Return a warning that names the classes without images.
 
-    Returns
-    -------
-    str or None
-        The warning, in one line. None if every class has an image, if the set has no labels, or if
-        the set has targets.
+    None if every class has an image, if the set has no labels, or if the set has targets.
     """
     if datastore.labels is None or datastore.targets_shape is not None:
         return None
@@ -50,33 +46,18 @@ def empty_classes_warning(datastore: Datastore) -> str | None:
 
 
 def read_images(datastore: Datastore, indices: Indices) -> np.ndarray:
-    """Read images and check them.
+    """Read images (len(indices), C, H, W) of the datastore's `dtype` and check them.
 
-    Returns
-    -------
-    np.ndarray
-        The images, (len(indices), C, H, W) of the datastore's `dtype`.
-
-    Raises
-    ------
-    UserError
-        If `datastore.read` returns a wrong shape or type, or values that are NaN or infinite.
+    Raises UserError if `datastore.read` returns a wrong shape or type, or values that are NaN or
+    infinite.
     """
     return _read(datastore, "read", indices, datastore.image_shape, datastore.dtype, "pixels")
 
 
 def read_targets(datastore: Datastore, indices: Indices) -> np.ndarray:
-    """Read targets and check them.
-
-    Returns
-    -------
-    np.ndarray
-        The targets, (len(indices), *targets_shape) of the datastore's `targets_dtype`.
-
-    Raises
-    ------
-    UserError
-        If `datastore.targets` returns a wrong shape or type, or values that are NaN or infinite.
+    """Read targets (len(indices), *targets_shape) of the datastore's `targets_dtype` and check
+    them. Raises UserError if `datastore.targets` returns a wrong shape or type, or values that are
+    NaN or infinite.
     """
     shape, dtype = datastore.targets_shape, datastore.targets_dtype
     return _read(datastore, "targets", indices, shape, dtype, "targets")
@@ -107,14 +88,8 @@ def _read(datastore, method, indices, shape, dtype, noun):
 def check_finite(arrays: np.ndarray, datastore: Datastore, indices: Indices, kind: str) -> None:
     """Raise `UserError` for the first image whose array contains a NaN or infinity.
 
-    Parameters
-    ----------
-    arrays : np.ndarray
-        Arrays (n, ...) of the images with the given `indices`.
-    datastore : Datastore
-        The datastore of the images, which provides their names.
-    kind : str
-        Name of the array elements in the message, "pixels" or "targets".
+    `arrays` (n, ...) belong to the images with the given `indices`, and `kind` is "pixels" or
+    "targets".
     """
     if arrays.dtype.kind != "f":
         return

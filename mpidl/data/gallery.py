@@ -25,32 +25,12 @@ def gallery(
     rows: int = ROWS,
     variants: int = VARIANTS,
 ) -> bytes:
-    """Draw images with their augmented variants as a PNG.
+    """Return a PNG of images with their augmented variants.
 
     Each row shows one image without augmentation, then its augmented variants from the first
-    `variants` epochs. The rows are divided evenly among the classes. The images of a class are
-    evenly spaced from the first to the last image of the class.
-
-    Parameters
-    ----------
-    datastore : Datastore
-        Datastore of images with 1 or 3 channels.
-    augmenter : Augmenter or None
-        Random transformations of the images. With None, no variants are drawn.
-    seed : int
-        Seed of the augmentation.
-    rows, variants : int
-        Maximum number of images, and number of variants per image.
-
-    Returns
-    -------
-    bytes
-        Content of the PNG file.
-
-    Raises
-    ------
-    UserError
-        If the datastore is empty, or if its images do not have 1 or 3 channels.
+    `variants` epochs; without an augmenter, there are none. The rows are divided evenly among the
+    classes, whose images are evenly spaced from the first to the last. Raises UserError if the
+    datastore is empty, or if its images do not have 1 or 3 channels.
     """
     from PIL import Image, ImageDraw
 

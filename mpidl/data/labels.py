@@ -15,34 +15,12 @@ from mpidl.text import printable
 def align_labels(
     labels: np.ndarray, names: list[str] | None, classes: Sequence[str] | None, source: str
 ) -> tuple[np.ndarray, list[str]]:
-    """Map the labels of a file to the classes of the training set.
+    """Map the labels of a file, integers of at least 0, to the classes of the training set.
 
-    If both `names` and `classes` are given, labels are mapped to `classes` by name. Otherwise, the
-    labels stay as they are.
-
-    Parameters
-    ----------
-    labels : ndarray
-        Labels of the file, (n,): integers, at least 0.
-    names : list of str or None
-        Class names of the file, or None if the file has none.
-    classes : sequence of str or None
-        Class names of the training set, or None if the file is the training set.
-    source : str
-        Name of the labels in messages, such as the names of the file and the array.
-
-    Returns
-    -------
-    labels : ndarray
-        The mapped labels, int64 (n,): indices into the returned `classes`.
-    classes : list of str
-        The given `classes`; if None, the given `names`; if both are None, "0", "1", ... up to the
-        highest label.
-
-    Raises
-    ------
-    UserError
-        If a label has no class name, or its class is not among `classes`.
+    If the file has `names` and there are `classes`, labels are mapped by name. Otherwise, they stay
+    as they are. Returns int64 labels (n,) and the classes: the given ones, else `names`, else "0",
+    "1", ... up to the highest label. `source` names the labels in messages. Raises UserError if a
+    label has no class name, or its class is not among `classes`.
     """
     labels = check_labels(labels, len(labels), names, source)
     if names is None:
@@ -67,12 +45,8 @@ def align_labels(
 def parse_class_names(value: object, source: str) -> list[str]:
     """Convert class names stored in a file to a list of strings.
 
-    `value` is a list or array of strings or bytes, or the JSON text of a list of strings.
-
-    Raises
-    ------
-    UserError
-        If the value is not a list of strings or bytes, or if a name occurs twice.
+    `value` is a list or array of strings or bytes, or the JSON text of a list of strings. Raises
+    UserError if the value is not a list of strings or bytes, or if a name occurs twice.
     """
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
@@ -115,13 +89,8 @@ def _is_text(name: str) -> bool:
 def integer_labels(values: np.ndarray, count: int, source: str, hint: str = "") -> np.ndarray:
     """Convert `count` labels of integer or float type to int64 (count,).
 
-    `source` names the labels in messages.
-
-    Raises
-    ------
-    UserError
-        If the number of labels is not `count`, or if a label is not a whole number. The message
-        about fractions ends with `hint`.
+    `source` names the labels in messages. Raises UserError if the number of labels is not `count`,
+    or if a label is not a whole number. The message about fractions ends with `hint`.
     """
     values = np.asarray(values)
     flat = values.reshape(-1)

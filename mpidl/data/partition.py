@@ -19,21 +19,8 @@ def partition_order(
 ) -> np.ndarray:
     """Rearrange the order of samples so that each rank uses one consecutive part of the order.
 
-    Parameters
-    ----------
-    order : np.ndarray
-        A permutation of the samples, (n,).
-    shares : sequence of sequences of (int, int)
-        For each mini-batch and rank, the range (first, stop) of the rank's images.
-    seed : int
-        Seed of the permutations of the parts.
-    epoch : int, optional
-        Epoch that determines the permutation of each part. With None, each part keeps its order.
-
-    Returns
-    -------
-    np.ndarray
-        The rearranged permutation, (n,).
+    `shares` has the range (first, stop) of each rank's images in each mini-batch. The seed and the
+    epoch determine the permutation of each part; without an epoch, each part keeps its order.
     """
     counts = np.array([[stop - start for start, stop in runs] for runs in shares], np.int64)
     parts = np.split(order, np.cumsum(counts.sum(axis=0))[:-1])

@@ -19,25 +19,17 @@ from mpidl.core.blocks import LANES, Batch, Blocked, Ranks, blocks_of, share
 
 @dataclass(frozen=True, eq=False)
 class PartedBatch:
-    """A mini-batch in parts. Each part is divided among all ranks.
+    """A mini-batch of `count` images in parts, each of which is divided among all ranks.
 
     A `Blocked` value with this batch holds this rank's blocks of the first part, followed by its
     blocks of the second part, and so on.
-
-    Parameters
-    ----------
-    count
-        Number of images in the mini-batch, on all ranks.
-    parts
-        The parts. The "mean" over the images of a part is the sum over these images divided by
-        `count`.
-    epoch, seed
-        Epoch and seed of the samples, as in `Batch`.
     """
 
-    count: int
+    count: int  # number of images in the mini-batch, on all ranks
+    # The parts. The "mean" over the images of a part is the sum over these images divided by
+    # `count`.
     parts: tuple[Batch, ...]
-    epoch: int = 0
+    epoch: int = 0  # epoch and seed of the samples, as in `Batch`
     seed: int = 0
 
     @cached_property
@@ -59,18 +51,7 @@ def part_blocks(count: int, parts: int) -> int:
     """Return the number of blocks per part.
 
     The result is the smallest power of two that divides a mini-batch into at most `parts` parts.
-
-    Parameters
-    ----------
-    count : int
-        Images in a full mini-batch.
-    parts : int
-        The maximum number of parts.
-
-    Returns
-    -------
-    int
-        Number of blocks per part. The last part of a mini-batch may be smaller.
+    The last part of a mini-batch may be smaller.
     """
     return 1 << (-(-blocks_of(count) // parts) - 1).bit_length()
 
@@ -78,25 +59,10 @@ def part_blocks(count: int, parts: int) -> int:
 def share_parts(
     count: int, blocks: int, world: Ranks, indices: np.ndarray, **options: Any
 ) -> PartedBatch:
-    """Divide a mini-batch into parts, and each part among the ranks of `world`.
+    """Divide a mini-batch into parts of 2^k blocks, and each part among the ranks of `world`.
 
-    Parameters
-    ----------
-    count : int
-        Number of images in the mini-batch.
-    blocks : int
-        Blocks per part, a power of two.
-    world : Ranks
-        The ranks that share each part.
-    indices : ndarray
-        Sample numbers of all images of the mini-batch, (count,).
-    **options
-        Further arguments of `mpidl.core.blocks.share`.
-
-    Returns
-    -------
-    PartedBatch
-        This rank's share of each part. A share may be empty.
+    `indices` are the sample numbers of all images of the mini-batch. Returns this rank's shares,
+    which may be empty.
     """
     parts = []
     for first in range(0, max(count, 1), blocks * LANES):
@@ -106,13 +72,7 @@ def share_parts(
 
 
 def parts_of(images: Blocked, targets: Blocked | None) -> Iterator[tuple[Blocked, Blocked | None]]:
-    """Yield (images, targets) of each part, or of the whole mini-batch if it has no parts.
-
-    Parameters
-    ----------
-    images, targets : Blocked
-        A mini-batch from a `MinibatchQueue`.
-    """
+    """Yield (images, targets) of each part, or of the whole mini-batch if it has no parts."""
     if not isinstance(images.batch, PartedBatch):
         yield images, targets
         return

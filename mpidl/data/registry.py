@@ -180,10 +180,7 @@ def _format_of(text: str, world: World, option: str) -> Format:
 def _recognized(path: str, option: str) -> Format:
     """Return the first Format that recognizes a path.
 
-    Raises
-    ------
-    UserError
-        If the path does not exist, or if no format recognizes it.
+    Raises UserError if the path does not exist, or if no format recognizes it.
     """
     if is_file(path):
         return file_format(path, option, FILES)
@@ -194,10 +191,7 @@ def _recognized(path: str, option: str) -> Format:
 def _converted(store: Datastore, preprocess: Preprocess) -> Datastore:
     """Apply a Preprocess to the images of a datastore.
 
-    Raises
-    ------
-    UserError
-        If the images are not uint8 gray or RGB images.
+    Raises UserError if the images are not uint8 gray or RGB images.
     """
     if preprocess == AS_IT_IS:
         return store

@@ -22,30 +22,11 @@ def select(
     classes: Sequence[str] | None,
     owner: str,
 ) -> list[np.ndarray]:
-    """Return the indices of the images of each part of a split.
+    """Return sorted indices of the images of each part of a split.
 
-    Parameters
-    ----------
-    labels : ndarray of int64, shape (n,)
-        Label of each image.
-    parts : sequence of float or int
-        Sizes of all parts except the last, as fractions or as numbers of images per label.
-    seed : int
-        Seed of the random selection.
-    classes : sequence of str or None
-        Class names, for messages; None if the images have no labels.
-    owner : str
-        Description of the set, for messages.
-
-    Returns
-    -------
-    list of ndarray of int64
-        Sorted indices of each part. The last part has the remaining images.
-
-    Raises
-    ------
-    UserError
-        If the sizes are invalid, or if a label has too few images.
+    `parts` are the sizes of all parts except the last, as fractions or as numbers of images per
+    label; the last part has the remaining images. Raises UserError if the sizes are invalid, or if
+    a label has too few images.
     """
     sizes = check_sizes(parts)
     part_of_image = np.full(len(labels), len(sizes))
@@ -68,26 +49,12 @@ def select(
 
 
 def fold_numbers(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Assign each image to one of `count` folds, stratified by label.
+    """Assign each image to one of `count` folds from 0, stratified by label.
 
     The images are shuffled within each label and then assigned to the folds in round-robin order.
     Each label starts at the fold after the previous label's last image. For each label, the numbers
     of images in any two folds therefore differ by at most 1. The sizes of any two folds also differ
     by at most 1.
-
-    Parameters
-    ----------
-    labels : ndarray of int64, shape (n,)
-        Label of each image.
-    count : int
-        Number of folds.
-    seed : int
-        Seed of the random orders.
-
-    Returns
-    -------
-    ndarray of int64, shape (n,)
-        Fold of each image, 0 to count - 1.
     """
     numbers = np.empty(len(labels), np.int64)
     start = 0

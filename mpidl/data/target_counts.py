@@ -18,21 +18,10 @@ _counts: weakref.WeakKeyDictionary[Datastore, dict[tuple, np.ndarray]] = weakref
 
 
 def count_labels(datastore: Datastore, classes: int, world: Any = None) -> np.ndarray:
-    """Count how often each label 0..classes-1 occurs among all images or pixels. Collective.
+    """Count how often each label 0..classes-1 occurs among all images or pixels.
 
-    Parameters
-    ----------
-    datastore : Datastore
-        Images with labels, or with whole numbers as targets.
-    classes : int
-        Number of classes K. Labels outside 0..K-1 are not counted.
-    world : World, optional
-        The ranks among which the reading is divided. By default, this rank reads all targets.
-
-    Returns
-    -------
-    ndarray of int64, shape (K,)
-        The counts, the same on all ranks.
+    Collective. Other labels are not counted. Without a world, this rank reads all targets. Returns
+    int64 (K,), the same on all ranks.
     """
     if datastore.targets_shape is None:
         return _bincount(np.asarray(datastore.labels), classes)
@@ -40,22 +29,11 @@ def count_labels(datastore: Datastore, classes: int, world: Any = None) -> np.nd
 
 
 def count_positives(datastore: Datastore, labels: int, world: Any = None) -> np.ndarray:
-    """Count the negative and positive targets of each label. Collective.
+    """Count the negative and positive targets of each label, int64 (2, K), the same on all ranks.
 
-    Parameters
-    ----------
-    datastore : Datastore
-        Images with targets 0 and 1 of shape (K,) or (K, ...), or with labels 0 and 1. Floats above
-        1/2 count as 1, other floats as 0. Integers other than 0 and 1 are not counted.
-    labels : int
-        Number of labels K.
-    world : World, optional
-        The ranks among which the reading is divided. By default, this rank reads all targets.
-
-    Returns
-    -------
-    ndarray of int64, shape (2, K)
-        The counts of 0 and of 1, the same on all ranks.
+    Collective. Targets have the shape (K,) or (K, ...), or are labels 0 and 1. Floats above 1/2
+    count as 1, other floats as 0. Integers other than 0 and 1 are not counted. Without a world,
+    this rank reads all targets.
     """
     if datastore.targets_shape is None:
         return _zeros_and_ones(np.asarray(datastore.labels), labels)

@@ -121,19 +121,9 @@ def requested(
 ) -> tuple[str, ...]:
     """Return the names of the requested metrics, in the order of `NAMES`.
 
-    Parameters
-    ----------
-    request : str or sequence of str
-        Names, as a sequence or separated by commas, or "all" for all metrics of the outputs.
-    loss : str or callable
-        The loss, which determines the meaning of the outputs.
-    net : Network
-        The network.
-
-    Raises
-    ------
-    UserError
-        If a name is unknown, or if a metric does not apply to the outputs of the network.
+    Raises UserError if a name is unknown, or if a metric does not apply to the outputs of the
+    network. `request` has names, as a sequence or separated by commas, or is "all" for all metrics
+    of the outputs, whose meaning the loss determines.
     """
     names = request.split(",") if isinstance(request, str) else list(request or ())
     if not names:
@@ -178,16 +168,7 @@ def _requirement(name):
 class Tally:
     """The counts and scores of an evaluation, from which the metrics are computed.
 
-    Parameters
-    ----------
-    names : sequence of str
-        The metrics; see `requested`.
-    loss : str or callable
-        The loss.
-    net : Network
-        The network.
-    datastore : Datastore
-        The images. Their class names are used if the network has none.
+    The class names of the images are used if the network has none.
     """
 
     def __init__(
@@ -212,12 +193,8 @@ class Tally:
     def add(self, scores: Blocked, labels: Blocked) -> None:
         """Count the predictions for this rank's images in a mini-batch.
 
-        Parameters
-        ----------
-        scores : Blocked
-            Scores before the softmax or sigmoid, (N, K) or (N, K, ...).
-        labels : Blocked
-            Labels (N,) or (N, ...), or targets with the shape of the scores.
+        Scores are before the softmax or sigmoid, (N, K) or (N, K, ...). Labels are (N,) or (N,
+        ...), or targets with the shape of the scores.
         """
         x, y = scores.local(), labels.local()
         if self.has_labels:
@@ -262,14 +239,10 @@ class Tally:
             self.ranking.add(x.reshape(shape), rows[1], counted)
 
     def metrics(self, world: Any, is_defined: bool = True) -> ClassMetrics:
-        """Return the metrics for the images of all ranks. Collective.
+        """Return the metrics for the images of all ranks.
 
-        Parameters
-        ----------
-        world : World
-            The ranks.
-        is_defined : bool
-            False if the scores include NaN, or if there are no labels. All metrics are then NaN.
+        Collective. All are NaN unless `is_defined`, which is False if the scores include NaN, or if
+        there are no labels.
         """
         sums = world.gop("sum", np.stack([self.correct, self.predicted, self.labelled]))
         correct, predicted, labelled = sums
@@ -292,18 +265,10 @@ class Tally:
 
 
 def predicted_classes(scores: np.ndarray) -> np.ndarray:
-    """Return the predicted classes of scores before softmax or sigmoid.
+    """Return the predicted classes (n, ...) of scores before softmax or sigmoid, (n, K, ...).
 
-    Parameters
-    ----------
-    scores : ndarray, shape (n, K, ...)
-        Scores of the classes, or of the second of two classes if K is 1.
-
-    Returns
-    -------
-    ndarray of int64, shape (n, ...)
-        The class with the largest score; among equal scores, the lowest class. The class is
-        `UNDEFINED` if a score is NaN.
+    Among equal scores, the lowest class is predicted, and `UNDEFINED` if a score is NaN. If K is 1,
+    the scores are those of the second of two classes.
     """
     is_single = scores.shape[1] == 1
     predicted = (scores[:, 0] > 0).astype(np.int64) if is_single else scores.argmax(axis=1)

@@ -333,20 +333,9 @@ def _classes(net, loss, top_k, confusion):
 
 
 def places(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return the position of each label's class when the scores are sorted in descending order.
-
-    Parameters
-    ----------
-    scores : ndarray, shape (n, K)
-        Scores of the classes.
-    labels : ndarray of int, shape (n,)
-        The class to look up in each row of scores.
-
-    Returns
-    -------
-    ndarray of int, shape (n,)
-        0 for the largest score. Among equal scores, the lower class comes first. The position is K
-        if the label's score is NaN.
+    """Return the position of each label's class when the scores (n, K) are sorted in descending
+    order. Among equal scores, the lower class comes first. The position is K if the label's score
+    is NaN.
     """
     label_scores = np.take_along_axis(scores, labels[:, None], axis=1)
     earlier = np.arange(scores.shape[1]) < labels[:, None]

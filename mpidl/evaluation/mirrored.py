@@ -19,14 +19,8 @@ TURNS: dict[str, tuple[int, ...]] = {"none": (0,), "x": (0, 1), "y": (0, 2), "xy
 class MirroredNetwork:
     """A network whose outputs are means over the mirror images of its input.
 
+    The flips are left to right ("x", 2 passes), top to bottom ("y", 2 passes), or both ("xy", 4).
     Outputs that are images or pixel scores are mirrored back before averaging.
-
-    Parameters
-    ----------
-    net : Network
-        The network.
-    flips : {"none", "x", "y", "xy"}
-        Mirror left to right ("x", 2 passes), top to bottom ("y", 2 passes), or both ("xy", 4).
     """
 
     def __init__(self, net: Network, flips: Flips) -> None:
@@ -55,24 +49,8 @@ class MirroredNetwork:
 
 
 def mirrored(net: Network, flips: Flips) -> Network:
-    """Return a network that averages the outputs of `net` over mirror images.
-
-    Parameters
-    ----------
-    net : Network
-        The network.
-    flips : {"none", "x", "y", "xy"}
-        The mirror images; see `MirroredNetwork`.
-
-    Returns
-    -------
-    Network
-        `net` for "none", else an object that replaces it in evaluation and prediction.
-
-    Raises
-    ------
-    UserError
-        If `flips` is not one of these strings.
+    """Return a network that averages the outputs of `net` over mirror images, or `net` itself for
+    "none". Raises UserError if `flips` is not a choice of `MirroredNetwork`.
     """
     if flips not in TURNS:
         raise UserError(f"test_flips must be {', '.join(TURNS)}, got {flips}")

@@ -1,11 +1,9 @@
 """Compute the outputs of a trained network: scores, classes and activations of layers.
 
 Results have the same bytes on any number of ranks. Each image is processed exactly once, in a block
-of 16 images. No image is repeated to balance the ranks.
-
-Predictions take less time than the forward pass of training: batch normalizations are folded into
-the weights, and 3x3 convolutions use Winograd's F(4x4). The outputs differ from those of the
-training pass only by rounding.
+of 16 images, and no image is repeated to balance the ranks. Predictions take less time than the
+forward pass of training, from which they differ only by rounding: batch normalizations are folded
+into the weights, and 3x3 convolutions use Winograd's F(4x4).
 """
 
 from collections.abc import Callable, Generator
@@ -299,32 +297,11 @@ def by_batch(
 ) -> Generator[tuple, None, None]:
     """Yield the results for each mini-batch on rank 0, in the order of the datastore.
 
-    Collective: every rank must consume all mini-batches.
-
-    Parameters
-    ----------
-    net : Network
-        The network.
-    datastore : Datastore
-        The images.
-    function : callable
-        A function of (net, images). It returns an array, or a tuple of arrays, with one entry per
-        image of this rank.
-    world : World
-        The ranks that share the images.
-    batch_size : int
-        Number of images per mini-batch, over all ranks.
-    bad_images : BadImages, optional
-        Receives the images that cannot be read. These images are skipped. By default, such an image
-        raises an error.
-    test_flips : {"none", "x", "y", "xy"}
-        See `predict`.
-
-    Yields
-    ------
-    (ndarray of int, result of the function)
-        Indices of the images in the datastore, and the function's entries for the images. Ranks
-        other than 0 get (None, None).
+    Collective: every rank must consume all mini-batches, of `batch_size` images over all ranks.
+    `function(net, images)` returns an array, or a tuple of arrays, with one entry per image of this
+    rank. Rank 0 gets the indices of the images with their entries, and other ranks get (None,
+    None). `bad_images` receives the images that cannot be read, which are skipped; by default, such
+    an image raises an error.
     """
     batches = in_order(net, datastore, world, batch_size, bad_images=bad_images)
     net = mirrored(fold_batchnorm(net).on(world.device), test_flips)

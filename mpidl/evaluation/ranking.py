@@ -15,11 +15,6 @@ class Ranking:
 
     Each rank keeps the scores of its own images, 5 K bytes per image. At the end, rank 0 receives
     the scores of all images, a few classes at a time.
-
-    Parameters
-    ----------
-    classes : int
-        Number of classes or labels K.
     """
 
     def __init__(self, classes: int) -> None:
@@ -28,16 +23,9 @@ class Ranking:
         self._states: list[np.ndarray] = []  # 1 if labelled, 0 if not, 2 if not counted
 
     def add(self, scores: np.ndarray, labelled: np.ndarray, counted: np.ndarray | None) -> None:
-        """Add images.
-
-        Parameters
-        ----------
-        scores : ndarray of float, shape (n, K)
-            Scores. A larger score means that the class is more likely.
-        labelled : ndarray of bool, shape (n, K)
-            Whether the image has the class.
-        counted : ndarray of bool, shape (n, K), or None
-            Whether each entry counts. None if all entries count.
+        """Add images with scores (n, K) and labels (n, K), which say whether the image has the
+        class. Only entries that are true in `counted` count; None counts all. A larger score means
+        that the class is more likely.
         """
         states = labelled.astype(np.uint8)
         if counted is not None:
@@ -46,14 +34,10 @@ class Ranking:
         self._states.append(states.T.copy())
 
     def results(self, world: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return the areas and the average precisions of the classes. Collective.
+        """Return the areas and the average precisions of the classes, two float64 arrays (K,).
 
-        Returns
-        -------
-        (ndarray, ndarray)
-            Two float64 arrays of shape (K,). Both values of a class are NaN if the class has no
-            positive images or a NaN score. The area is also NaN if the class has no negative
-            images.
+        Collective. Both values of a class are NaN if the class has no positive images or a NaN
+        score. The area is also NaN if the class has no negative images.
         """
         empty = np.zeros((self.classes, 0), np.uint8)
         scores = np.concatenate([empty.astype(np.float32), *self._scores], axis=1)
@@ -73,26 +57,13 @@ class Ranking:
 
 
 def area_and_precision(scores: np.ndarray, states: np.ndarray) -> tuple[float, float]:
-    """Return the area under the ROC curve and the average precision of one class.
+    """Return the area under the ROC curve and the average precision of one class, or NaN.
 
-    Parameters
-    ----------
-    scores : ndarray of float, shape (n,)
-        The scores of the images, in any order.
-    states : ndarray of uint8, shape (n,)
-        1 if the image has the class, 0 if not, 2 if the image does not count.
-
-    Returns
-    -------
-    (float, float)
-        The two values. An undefined value is NaN.
-
-    Notes
-    -----
-    The area is the fraction of the pairs of a positive and a negative image in which the positive
-    image has the larger score. A pair with equal scores counts one half (Mann and Whitney, 1947).
-    The average precision is the sum of precision times the increase of recall over the distinct
-    scores, from the largest to the smallest. scikit-learn uses the same definitions.
+    `states` is 1 if the image has the class, 0 if not, 2 if the image does not count. The area is
+    the fraction of the pairs of a positive and a negative image in which the positive image has the
+    larger score; a pair with equal scores counts one half (Mann and Whitney, 1947). The average
+    precision is the sum of precision times the increase of recall over the distinct scores, from
+    the largest to the smallest. scikit-learn uses the same definitions.
     """
     counted = states < 2
     scores, positive = scores[counted], states[counted] == 1

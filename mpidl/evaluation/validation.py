@@ -26,26 +26,10 @@ class HeldOut(Subset):
 def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
     """Split a validation set from the training set if `validation_fraction` or `fold` is set.
 
-    If the arguments are the results of an earlier call, they are returned unchanged.
-
-    Parameters
-    ----------
-    datastore : Datastore
-        The training set.
-    options : TrainingOptions
-        Options of the run.
-
-    Returns
-    -------
-    (Datastore, TrainingOptions)
-        The images to train on, and a copy of the options with the remaining images as the
-        validation set. Both arguments are returned unchanged if neither option is set.
-
-    Raises
-    ------
-    UserError
-        If one of the two sets would be empty, if an option requires a validation set but there is
-        none, or if the options have both a validation set and an option that splits one off.
+    Return the images to train on, and options with the remaining images as the validation set.
+    Otherwise, and for the results of an earlier call, both arguments are returned unchanged. Raises
+    UserError if one of the two sets would be empty, if an option requires a validation set but
+    there is none, or if the options have both a validation set and an option that splits one off.
     """
     if isinstance(options.validation, HeldOut):
         return datastore, options
@@ -76,12 +60,7 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
 def refuse_second_validation(options, source: str) -> None:
     """Raise a UserError if an option would split off a second validation set.
 
-    Parameters
-    ----------
-    options : TrainingOptions
-        Options of the run.
-    source : str
-        Option that provides the first validation set, for the message.
+    `source` is the option that provides the first one.
     """
     if option := held_out_by(options):
         raise UserError(f"{source} and {option}: expected at most one of them")
@@ -119,44 +98,8 @@ class Validation:
 
     A checkpoint stores the whole state (`facts` and `tables`), so a resumed run makes the same
     decisions as a run that never stopped. The best network is the network with the lowest
-    validation loss; the earliest of several such networks wins.
-
-    Parameters
-    ----------
-    options : TrainingOptions
-        Options of the run. `options.validation` may be None.
-    world : World
-        The ranks of the run.
-    loss : str or function
-        The loss; see `evaluate`.
-
-    Attributes
-    ----------
-    store : Datastore or None
-        The validation set.
-    last : Evaluation or None
-        The result of the last validation; None before the first validation.
-    last_iteration : int
-        The iteration of the last validation; 0 before the first validation.
-    loss : float
-        The lowest validation loss so far; inf before the first validation.
-    accuracy : float or None
-        The accuracy of the validation with the lowest loss; None if the loss has no classes.
-    iteration : int
-        The iteration with the lowest validation loss; 0 before the first validation.
-    waited : int
-        Number of validations since the validation with the lowest loss.
-    owed : bool
-        Whether a signal interrupted the validation of the current iteration.
-    final : Evaluation or None
-        Evaluation of the returned network; None before the end of the run.
-    counts_confusions : bool
-        Whether `final` includes the confusion matrix. Hooks set this attribute on all ranks.
-    bad_images : BadImages or None
-        Skipped validation images; None if unreadable images raise an error.
-    best : dict
-        The best network as {table: {name: array}}. Empty unless the option `output_network` is
-        "best-validation".
+    validation loss; the earliest of several such networks wins. `loss` and `iteration` are those of
+    the best network; inf and 0 before the first validation.
     """
 
     def __init__(self, options, world: World, loss: str | Callable[..., Any] = "crossentropy"):
@@ -164,16 +107,26 @@ class Validation:
         self.fingerprint = None if self.store is None else self.store.fingerprint()
         self.frequency, self.patience = options.validation_frequency, options.validation_patience
         self.prefetch, self.metrics = options.prefetch, options.metrics or ()
+        # Skipped validation images; None if unreadable images raise an error.
         self.bad_images = BadImages.of_options(options)
         self.keeps_best = options.output_network == "best-validation"
+        # The result of the last validation; None before the first validation.
         self.last: Evaluation | None = None
+        # The iteration of the last validation; 0 before the first validation.
         self.last_iteration = 0
         self.loss, self.iteration = math.inf, 0
+        # The accuracy of the validation with the lowest loss; None if the loss has no
+        # classes.
         self.accuracy: float | None = None
-        self.waited = 0
-        self.owed = False
+        self.waited = 0  # number of validations since the validation with the lowest loss
+        self.owed = False  # whether a signal interrupted the validation of the current iteration
+        # Evaluation of the returned network; None before the end of the run.
         self.final: Evaluation | None = None
+        # Whether `final` includes the confusion matrix. Hooks set this attribute on all
+        # ranks.
         self.counts_confusions = False
+        # The best network as {table: {name: array}}. Empty unless the option
+        # `output_network` is "best-validation".
         self.best: dict[str, dict[str, np.ndarray]] = {}
 
     def due(self, iteration: int) -> bool:
@@ -191,24 +144,10 @@ class Validation:
         signals: Signals | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> Evaluation | None:
-        """Validate the network after an iteration, and record the result. Collective.
+        """Validate the network after an iteration, and record the result.
 
-        Parameters
-        ----------
-        net : Network
-            The network to validate.
-        iteration : int
-            Number of iterations so far.
-        signals : Signals, optional
-            Signals that interrupt the validation; see `evaluate`.
-        progress : function, optional
-            Function to call with the number of images evaluated so far.
-
-        Returns
-        -------
-        Evaluation or None
-            The result, or None if a signal interrupted the validation. A resumed run then starts
-            with this validation.
+        Collective. Return None if a signal interrupted the validation; a resumed run then starts
+        with this validation. `progress` receives the number of images evaluated so far.
         """
         evaluation = self._evaluate(net, signals, progress)
         self.owed = signals is not None and signals.agreed

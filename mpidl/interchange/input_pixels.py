@@ -92,10 +92,7 @@ def scaling_of(pair: tuple[np.ndarray, np.ndarray] | None, channels: int) -> Sca
 def choice_of(choice: str | Normalization, channels: int) -> Normalization:
     """Return the normalization that a caller chose, by name or as an object.
 
-    Raises
-    ------
-    UserError
-        If the name is unknown or depends on a training set.
+    Raises UserError if the name is unknown or depends on a training set.
     """
     if isinstance(choice, Normalization):
         return choice
@@ -129,29 +126,9 @@ def of_file(
     """Return the normalization for the network of a file.
 
     If the pixels are "caffe", the weights that read the channels are reversed, so that the network
-    expects RGB.
-
-    Parameters
-    ----------
-    path : path
-        The file.
-    net : Network
-        The network with the weights of the file.
-    arrays : mapping
-        {name: array} in the file.
-    choice : str or Normalization, optional
-        The caller's choice.
-    stored : Normalization, optional
-        The normalization that mpidl stored in the file.
-    scaling : Scaling, optional
-        What the graph itself does to the images first.
-    nodes : iterable of str
-        Names of the nodes of the graph.
-
-    Raises
-    ------
-    UserError
-        If the choice is invalid or does not fit the network.
+    expects RGB. Raises UserError if the choice is invalid or does not fit the network. `choice` is
+    the caller's, `stored` the normalization that mpidl stored in the file, and `scaling` what the
+    graph itself does to the images first.
     """
     result, channels = None, net.input_shape[0]
     if stored is not None and stored.is_known:

@@ -60,22 +60,9 @@ def load(
 ) -> Network:
     """Load a network with its weights, class names and normalization.
 
-    Parameters
-    ----------
-    path : path
-        Path of an `.h5`, `.onnx` or `.safetensors` file. A safetensors file must have been written
-        by `save_weights`, which adds a description of the network.
-    layers : iterable of Layer classes
-        Custom layer classes that the network contains.
-    input_shape : (C, H, W), optional
-        Shape of an image. Required if an ONNX file does not specify it.
-    normalization : str or Normalization, optional
-        How to normalize images for the network, as in `load_onnx`.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be read, or if it does not describe its network.
+    Raises UserError if the file cannot be read, or if it does not describe its network. The file
+    ends in .h5, .onnx or .safetensors; a safetensors file must be one that `save_weights` wrote,
+    because it describes the network. `input_shape` is required if an ONNX file does not fix it.
     """
     weights.refuse_pickle(path)
     suffix = ".h5" if _is_hdf5(path) else suffix_of(path)
@@ -131,26 +118,10 @@ def load_into(
 ) -> Network:
     """Load the weights of a file into a network that the caller defines.
 
-    The number of outputs is read from the file if possible. The naming scheme of the arrays is
-    detected. Class names, normalization and preprocessing are copied if the file has them.
-
-    Parameters
-    ----------
-    path : path
-        Path of an `.h5`, `.onnx` or `.safetensors` file.
-    build : function of (input_shape, outputs)
-        Function that returns the network. The values of its learnables are overwritten.
-    input_shape : (C, H, W)
-        Shape of an image. Used if the file does not describe its network.
-    outputs : int
-        Number of outputs. Used if the file does not specify it.
-    normalization : str or Normalization, optional
-        How to normalize images for the network, as in `load_onnx`.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be read, or if its weights do not fit the network.
+    `build(input_shape, outputs)` returns the network, whose learnables are overwritten; the two
+    arguments are used if the file does not give them. The naming scheme of the arrays is detected.
+    Class names, normalization and preprocessing are copied if the file has them. Raises UserError
+    if the file cannot be read, or if its weights do not fit the network.
     """
     weights.refuse_pickle(path)
     if suffix_of(path) == ".onnx":
@@ -261,19 +232,8 @@ def score_difference(net: Network, other: Network) -> float:
 def save(net: Network, path: str | os.PathLike[str], names: str = "mpidl") -> None:
     """Save a network in the format given by the suffix of `path`.
 
-    Parameters
-    ----------
-    net : Network
-        The network.
-    path : path
-        Path of an `.h5`, `.onnx` or `.safetensors` file.
-    names : {"mpidl", "torchvision"}
-        Naming scheme of the arrays in a safetensors file. Ignored for the other formats.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be written.
+    Raises UserError if the file cannot be written. `names` is the naming scheme of the arrays in a
+    safetensors file.
     """
     suffix = suffix_of(path)
     if suffix == ".h5":

@@ -30,23 +30,15 @@ class Unsupported(Exception):
 
 
 class Value(NamedTuple):
-    """A value in the graph that depends on the images.
+    """A value in the graph that depends on the images."""
 
-    Attributes
-    ----------
-    layer, shape
-        Name of the layer that computes the value, and shape of the layer's output.
-    order
-        Order of the axes in the graph, if it differs from the layer's order: (1, 2, 0) if the
-        graph's value has axes (H, W, C) and the layer's output has axes (C, H, W). Empty if the
-        orders agree.
-    image
-        Shape (C, H, W) before flattening, if the value is a vector and `order` is not empty.
-    """
-
-    layer: str
+    layer: str  # name of the layer that computes the value, and shape of the layer's output
     shape: tuple[int, ...]
+    # Order of the axes in the graph, if it differs from the layer's order: (1, 2, 0) if the
+    # graph's value has axes (H, W, C) and the layer's output has axes (C, H, W). Empty if the
+    # orders agree.
     order: tuple[int, ...] = ()
+    # Shape (C, H, W) before flattening, if the value is a vector and `order` is not empty.
     image: tuple[int, ...] = ()
 
     def graph_shape(self) -> tuple[int, ...]:
@@ -86,13 +78,7 @@ class Value(NamedTuple):
 class Node:
     """A node of the graph with its attributes and inputs.
 
-    Attributes
-    ----------
-    type, name
-        Operator of the node, and name of the node. If the node has no name, the name of its first
-        output is used.
-    inputs
-        One entry per input: a Value, an array for a constant, or None for an omitted input.
+    If the node has no name, it has the name of its first output.
     """
 
     def __init__(self, proto: Any, onnx: Any, values: Mapping[str, Any]) -> None:
@@ -102,6 +88,8 @@ class Node:
         for name in proto.input:
             if name and name not in values:
                 raise Unsupported(f"it reads {name}, an output that no layer computes")
+        # One entry per input: a Value, an array for a constant, or None for an omitted
+        # input.
         self.inputs: list[Any] = [values[name] if name else None for name in proto.input]
 
     def __getitem__(self, name: str) -> Any:
@@ -148,33 +136,20 @@ class Node:
 class Builder:
     """Builder of a network, to which operators add layers and weights.
 
-    Attributes
-    ----------
-    layers
-        The layers added so far.
-    arrays
-        Learnables and state: {"conv1.weight": array, ...}.
-    scaling
-        (centre, divisor) if the graph begins with a normalization of the images, and None
-        otherwise.
-    opset, batch
-        Version of the operator set, and size of a mini-batch. The size is 0 if the file does not
-        fix it.
-    tensors
-        {layer name: names of the layer's output in the graph}. Nodes that compute nothing, such as
-        Identity, add further names.
-    reads
-        {layer name: values that the layer reads}.
-    output
-        Name of the graph's output.
+    `batch` is 0 if the file does not fix the size of a mini-batch.
     """
 
     def __init__(self, model: onnx_file.Model) -> None:
         self.layers: list[Any] = []
+        # Learnables and state: {"conv1.weight": array, ...}.
         self.arrays: dict[str, np.ndarray] = {}
+        # (centre, divisor) if the graph begins with a normalization of the images, and None
+        # otherwise.
         self.scaling: tuple[np.ndarray, np.ndarray] | None = None
         self.opset, self.batch, self.output = model.opset, model.batch, model.output
-        self.reads: dict[str, list[Value]] = {}
+        self.reads: dict[str, list[Value]] = {}  # {layer name: values that the layer reads}
+        # {layer name: names of the layer's output in the graph}. Nodes that compute
+        # nothing, such as Identity, add further names.
         self.tensors: dict[str, list[str]] = {graph.IMAGES: [model.images]}
         self._used_names, self._last_numbers = {graph.IMAGES}, collections.Counter[str]()
         self.readers = collections.Counter(n for node in model.nodes for n in node.input)
@@ -206,14 +181,9 @@ class Builder:
         return reads[0]._replace(layer=layer.name, shape=built.output_shape)
 
     def remove(self, x: Value, *types: type[nn.Layer]) -> Value | None:
-        """Remove the layer that computes x, so that the caller can add another layer instead.
-
-        Returns
-        -------
-        Value or None
-            The value that the removed layer reads. If x is read more than once, or if the layer is
-            not the last layer or not of the given types, nothing is removed, and the result is
-            None.
+        """Remove the layer that computes x, so that the caller can add another layer instead, and
+        return the value that it reads. If x is read more than once, or if the layer is not the last
+        layer or not of the given types, nothing is removed, and the result is None.
         """
         layer: Any = self.layers[-1] if self.layers else None
         if layer is None or layer.name != x.layer or not self.is_read_once(x):

@@ -36,65 +36,29 @@ FOLDABLE = frozenset(
 
 
 class Model(NamedTuple):
-    """An ONNX graph with one image input.
+    """An ONNX graph with one image input."""
 
-    Attributes
-    ----------
-    nodes : list
-        The nodes on which the output depends, in topological order.
-    constants : dict
-        {name: array} of the initializers, and of the results that `compute_constant` adds.
-    images : str
-        Name of the image input.
-    image_shape : tuple of int
-        Shape (C, H, W) of an image.
-    order : tuple of int
-        (1, 2, 0) if the input is (N, H, W, C) and the graph transposes it first. Empty otherwise.
-    batch : int
-        Number of images in a mini-batch, or 0 if the file does not fix this number.
-    output : str
-        Name of the output.
-    shapes : dict
-        {name: text} of the shapes that ONNX infers, for messages.
-    opset : int
-        Version of ONNX's operators.
-    description : dict
-        Metadata of the file, {key: text}.
-    producer : str
-        Name of the program that wrote the file, as the file states it.
-    computed : list of int
-        Number of elements of each constant that `compute_constant` has computed.
-    """
-
-    nodes: list[Any]
+    nodes: list[Any]  # the nodes on which the output depends, in topological order
+    # {name: array} of the initializers, and of the results that `compute_constant` adds.
     constants: dict[str, np.ndarray]
     images: str
-    image_shape: tuple[int, ...]
+    image_shape: tuple[int, ...]  # shape (C, H, W) of an image
+    # (1, 2, 0) if the input is (N, H, W, C) and the graph transposes it first. Empty otherwise.
     order: tuple[int, ...]
-    batch: int
+    batch: int  # number of images in a mini-batch, or 0 if the file does not fix this number
     output: str
-    shapes: dict[str, str]
-    opset: int
-    description: dict[str, str]
-    producer: str
-    computed: list[int]
+    shapes: dict[str, str]  # {name: text} of the shapes that ONNX infers, for messages
+    opset: int  # version of ONNX's operators
+    description: dict[str, str]  # metadata of the file, {key: text}
+    producer: str  # name of the program that wrote the file, as the file states it
+    computed: list[int]  # number of elements of each constant that `compute_constant` has computed
 
 
 def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = None) -> Model:
     """Read and check an ONNX file.
 
-    Parameters
-    ----------
-    path : path
-        The file.
-    input_shape : (C, H, W), optional
-        Shape of an image. Required if the file does not fix it.
-
-    Raises
-    ------
-    UserError
-        If the file is unreadable, damaged, older than opset 7, or not a network with one image
-        input and one output.
+    Raises UserError if the file is unreadable, damaged, older than opset 7, or not a network with
+    one image input and one output. `input_shape` (C, H, W) is required if the file does not fix it.
     """
     onnx = library("onnx", path, "onnx")
     try:
@@ -274,15 +238,8 @@ def _is_transposed_first(nodes, name):
 def compute_constant(node: Any, model: Model, path: str | os.PathLike[str]) -> bool:
     """Compute a node that reads only constants, and add its results to the model's constants.
 
-    Returns
-    -------
-    bool
-        Whether the results were added.
-
-    Raises
-    ------
-    UserError
-        If a result cannot be computed or would be too large.
+    Raises UserError if a result cannot be computed or would be too large. Returns whether the
+    results were added.
     """
     onnx, constants = library("onnx", path, "onnx"), model.constants
     names = list(dict.fromkeys(name for name in node.input if name))

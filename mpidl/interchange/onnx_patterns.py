@@ -43,18 +43,9 @@ ACTIVATIONS: tuple[tuple[str, dict[str, Any], np.ndarray], ...] = (
 
 
 def replace(onnx: Any, nodes: list[Any], constants: Mapping[str, np.ndarray], output: str) -> list:
-    """Return the nodes, with one activation node in place of each pattern.
+    """Return the nodes, in topological order, with one activation node in place of each pattern.
 
-    Parameters
-    ----------
-    onnx
-        The module onnx.
-    nodes
-        The nodes in topological order.
-    constants
-        {name: array} of the constants in the graph.
-    output
-        Name of the graph's output.
+    `constants` are {name: array}, and `output` is the name of the graph's output.
     """
     readers = collections.defaultdict(list)
     producers = {}

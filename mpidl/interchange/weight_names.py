@@ -74,20 +74,10 @@ LIBRARIES = ("mpidl", *MODULES)
 def rename(names: Names, net: Network) -> Rename:
     """Return the function that maps array names in a file to array names in a network.
 
-    Parameters
-    ----------
-    names : str, dict or function
-        The library that named the arrays ("mpidl", "torchvision", "timm" or "transformers"), a dict
-        {name in the file: name in the network}, or a function that maps names in the file to names
-        in the network. The function returns None for arrays to skip.
-    net : Network
-        The network. It shows which layers are batch normalization and PReLU layers, whose array
-        names differ from PyTorch's names.
-
-    Raises
-    ------
-    UserError
-        If the library is unknown.
+    `names` is the library that named the arrays ("mpidl", "torchvision", "timm" or "transformers"),
+    a dict, or a function that returns None for arrays to skip. The network shows which layers are
+    batch normalization and PReLU layers, whose array names differ from PyTorch's names. Raises
+    UserError if the library is unknown.
     """
     if callable(names):
         return names

@@ -196,10 +196,7 @@ def _metadata(description: Mapping[str, Any], scaling: Mapping[str, np.ndarray])
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Read a weight file, and return {name in the file: array} and the file's metadata.
 
-    Raises
-    ------
-    UserError
-        If the file cannot be read, is damaged, or is a pickle.
+    Raises UserError if the file cannot be read, is damaged, or is a pickle.
     """
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     refuse_pickle(path)
@@ -262,12 +259,10 @@ def fits(
 def rename(
     net: Network, arrays: Mapping[str, np.ndarray], names: Names, path: str | os.PathLike[str]
 ) -> dict[str, tuple[str, np.ndarray]]:
-    """Return {name in the network: (name in the file, array)}. `load_weights` documents `names`.
+    """Return {name in the network: (name in the file, array)}.
 
-    Raises
-    ------
-    UserError
-        If two arrays have the same name in the network, or if the library is unknown.
+    `load_weights` documents `names`. Raises UserError if two arrays have the same name in the
+    network, or if the library is unknown.
     """
     translate = weight_names.rename(names, net)
     renamed: dict[str, tuple[str, np.ndarray]] = {}

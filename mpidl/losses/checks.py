@@ -66,14 +66,8 @@ def check_names(
     """Raise UserError if the class names of a dataset differ from the expected names.
 
     The two lists may have different lengths, because an ArrayDatastore may infer the number of
-    classes from its largest label.
-
-    Parameters
-    ----------
-    expected
-        The expected class names, or None if they are unknown.
-    owner
-        What the expected names belong to, for the error message, such as "the network".
+    classes from its largest label. `expected` is None if the names are unknown, and `owner` is what
+    has them, for the message, such as "the network".
     """
     names = output_class_names(loss, net, datastore)
     other = [i for i, (a, b) in enumerate(zip(expected or (), names, strict=False)) if a != b]
@@ -98,13 +92,8 @@ def check(
 ) -> None:
     """Raise UserError if the network's outputs do not match the dataset, or the loss is unknown.
 
-    If the loss is a function, the outputs are not compared with the dataset.
-
-    Parameters
-    ----------
-    training
-        Whether the dataset is used for training. Labels for training must have at least two
-        classes.
+    If the loss is a function, the outputs are not compared with the dataset. Labels for training
+    must have at least two classes.
     """
     loss_function(loss)
     need_network(net)

@@ -18,14 +18,7 @@ Weights: TypeAlias = Sequence[float] | Literal["balanced"] | None
 def checked_weights(name: str, weights: Weights, *, nonzero: bool = True) -> Weights:
     """Return weights as a tuple of floats, "balanced" or None; raise UserError if invalid.
 
-    Parameters
-    ----------
-    name : str
-        Name of the option.
-    weights
-        A weight per class, "balanced" or None.
-    nonzero : bool
-        Whether at least one of the numbers must be above 0.
+    With `nonzero`, at least one of the numbers must be above 0.
     """
     if isinstance(weights, str) and weights != "balanced":
         raise UserError(f"{name}: expected numbers or 'balanced', found {weights!r}")
@@ -83,16 +76,7 @@ def targets_shape(net: Network, datastore: Any) -> tuple[int, ...] | None:
 def check_labels(name: str, net: Network, datastore: Any, ignore_label: int | None) -> None:
     """Raise UserError unless the labels of the images or targets match the network's classes.
 
-    Parameters
-    ----------
-    name : str
-        Name of the loss.
-    net : Network
-        The network, with class scores as outputs.
-    datastore : Datastore
-        The images with their labels.
-    ignore_label : int or None
-        The ignored label, which may be outside 0..K-1.
+    The ignored label may be outside 0..K-1.
     """
     if datastore.targets_shape is None:
         _check_image_labels(net, datastore, ignore_label)

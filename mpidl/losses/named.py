@@ -66,24 +66,9 @@ def has_label_scores(loss: str | Callable[..., Any]) -> bool:
 
 
 def loss_with_options(name: str | Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Return a named loss with options.
-
-    Parameters
-    ----------
-    name
-        The value of the argument `loss`.
-    options
-        The options whose values differ from the defaults, as {name in TAKERS: value}.
-
-    Returns
-    -------
-    str or callable
-        `name` if there are no options, else a loss with the options.
-
-    Raises
-    ------
-    UserError
-        If the loss does not have one of the options, or if a value is out of range.
+    """Return a named loss with options {name in TAKERS: value} that differ from the defaults, or
+    the name itself if there are none. Raises UserError if the loss does not have one of the
+    options, or if a value is out of range.
     """
     for option, value in options.items():
         if callable(name) or name not in TAKERS[option]:
@@ -105,27 +90,11 @@ def loss_with_options(name: str | Callable[..., Any], options: Mapping[str, Any]
 
 
 def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
-    """Return a loss as a function f(net, images, targets).
-
-    Parameters
-    ----------
-    loss
-        A name in LOSSES, or a function of (net, images, targets) that returns a loss or the tuple
-        (loss, number of correct labels).
-
-    Returns
-    -------
-    callable
-        A function that returns a tuple of Partials: the loss to minimize and, optionally, the
-        number of correct labels. A label loss may return more sums (see `LabelLoss.of_scores`).
-
-    Raises
-    ------
-    UserError
-        If no loss has this name.
-    TypeError
-        Raised by the returned function if the user's function returns neither a loss nor the tuple
-        described above.
+    """Return a loss as a function f(net, images, targets) of Partials: the loss to minimize and,
+    optionally, the number of correct labels. A label loss may return more sums (see
+    `LabelLoss.of_scores`). `loss` is a name in LOSSES, or a function that returns a loss or that
+    tuple. Raises UserError if no loss has this name. The returned function raises TypeError if the
+    user's function returns something else.
     """
     if not callable(loss):
         if loss not in LOSSES:

@@ -16,21 +16,9 @@ def trained_loss(
 ) -> dict[str, str | int] | None:
     """Return the value of `Network.loss` for a network trained on the dataset.
 
-    Parameters
-    ----------
-    loss
-        The value of the argument `loss` in training.
-    net : Network
-        The network.
-    datastore : Datastore
-        The training set.
-
-    Returns
-    -------
-    dict or None
-        "name" is the name of the loss in LOSSES. "ignore_label" is the ignored label, if there is
-        one. "negative" is the name of class 0, if the network's only output is the score of the
-        other class. The value is None if the loss is a user-defined function.
+    "name" is the name of the loss in LOSSES. "ignore_label" is the ignored label, if there is one.
+    "negative" is the name of class 0, if the network's only output is the score of the other class.
+    The value is None if the loss is a user-defined function.
     """
     named_loss = label_loss(loss)
     if named_loss is None:
@@ -61,15 +49,7 @@ def check_trained_loss(facts: Any) -> dict[str, str | int] | None:
 def loss_of(net: Network) -> str | Callable[..., Any] | None:
     """Return the loss with which a network was trained, or None if it is unknown.
 
-    Parameters
-    ----------
-    net : Network
-        The network, with its attribute `loss`.
-
-    Returns
-    -------
-    str, callable or None
-        A value for the argument `loss` of `evaluate`, without class weights.
+    The result is a value for the argument `loss` of `evaluate`, without class weights.
     """
     if net.loss is None:
         return None
@@ -80,11 +60,7 @@ def loss_of(net: Network) -> str | Callable[..., Any] | None:
 def has_separate_labels(net: Network) -> bool:
     """Return whether the outputs of a trained network are scores of labels that may occur together.
 
-    Parameters
-    ----------
-    net : Network
-        The network. If its training loss is unknown, the result is True if its last layer is a
-        `Sigmoid`.
+    If the training loss is unknown, the result is True if the last layer is a `Sigmoid`.
     """
     loss = loss_of(net)
     return isinstance(net.layers[-1], Sigmoid) if loss is None else has_label_scores(loss)
@@ -93,15 +69,8 @@ def has_separate_labels(net: Network) -> bool:
 def label_names(net: Network) -> tuple[str, ...] | None:
     """Return the class names of the labels, which may be one more than the network's outputs.
 
-    Parameters
-    ----------
-    net : Network
-        The network. Its only output may be the score of the second of two classes.
-
-    Returns
-    -------
-    tuple of str or None
-        The names for the argument `classes` of a dataset, or None if they are unknown.
+    The network's only output may be the score of the second of two classes. The names are for the
+    argument `classes` of a dataset, or None if they are unknown.
     """
     negative = (net.loss or {}).get("negative")
     if negative is None or not net.classes:

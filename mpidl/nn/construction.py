@@ -20,14 +20,9 @@ from mpidl.ops import check
 def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
     """Copy the layers, and name each copy that has no name.
 
-    A new name is the lower-case layer type followed by a number, such as conv1 or relu2.
-
-    Raises
-    ------
-    TypeError
-        If the argument is not a list of layers.
-    ValueError
-        If the list is empty, or if a name is not unique or contains "." or "/".
+    A new name is the lower-case layer type followed by a number, such as conv1 or relu2. Raises
+    TypeError if the argument is not a list of layers. Raises ValueError if the list is empty, or if
+    a name is not unique or contains "." or "/".
     """
     if isinstance(unnamed, Layer):
         raise TypeError(f"expected a list of layers, got a single {type(unnamed).__name__}")
@@ -60,22 +55,8 @@ def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
 def build_layer(layer: Layer, reads: Sequence[tuple[str, tuple[int, ...]]]) -> Built:
     """Build a layer, and check its factors of the learning rate and of L2 regularization.
 
-    Parameters
-    ----------
-    layer
-        The layer.
-    reads
-        Name and shape of each output that the layer reads.
-
-    Returns
-    -------
-    Built
-        The output shape, the learnables and the state.
-
-    Raises
-    ------
-    ValueError
-        If the layer cannot read the shapes, or if a factor is negative or not finite.
+    Raises ValueError if the layer cannot read the shapes, or if a factor is negative or not finite.
+    `reads` has the name and the shape of each output that the layer reads.
     """
     shapes = tuple(shape for _, shape in reads)
     try:
@@ -98,14 +79,8 @@ def initial_arrays(
 ) -> dict[str, np.ndarray]:
     """Return the initial learnables or state of a layer: {"conv1.weight": float32 array, ...}.
 
-    Parameters
-    ----------
-    layer
-        The layer.
-    needs
-        The attribute `learnables` or `state` of the layer's `Built`.
-    seed
-        Seed of random initial values. If None, all values are 0.
+    `needs` is the attribute `learnables` or `state` of the layer's `Built`. If the seed is None,
+    all values are 0.
     """
     arrays = {}
     for name, (size, initial) in needs.items():
@@ -123,18 +98,8 @@ def layers_of_spec(
 ) -> list[Layer]:
     """Create the layers that a model file describes.
 
-    Parameters
-    ----------
-    specs
-        The type and the arguments of each layer, as returned by `Layer.spec`.
-    layer_types
-        Custom layer classes that occur in `specs`.
-
-    Raises
-    ------
-    ValueError
-        If a type is neither a layer class of mpidl nor in `layer_types`, or if a custom class has
-        the name of a layer class of mpidl.
+    Raises ValueError if a type is neither a layer class of mpidl nor in `layer_types`, or if a
+    custom class has the name of a layer class of mpidl.
     """
     types = {name: kind for name, kind in vars(layers).items() if _is_layer_type(kind)}
     for kind in layer_types:

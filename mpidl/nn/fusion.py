@@ -41,13 +41,6 @@ def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list
     """Group the layers into runs, and return the indices of the layers of each run.
 
     A layer that is not fused is a run of one layer.
-
-    Parameters
-    ----------
-    layers
-        The layers of the network.
-    reads
-        For each layer, the names of the outputs that it reads.
     """
     readers: dict[str, list[Layer]] = collections.defaultdict(list)
     for layer, names in zip(layers, reads, strict=True):

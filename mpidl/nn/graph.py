@@ -19,13 +19,8 @@ def edges(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
     """Return, for each layer, the names of the outputs that it reads.
 
     A layer that names no input reads the output of the layer before it. The first layer reads the
-    images by default.
-
-    Raises
-    ------
-    ValueError
-        If a layer reads an unknown name, its own output or the output of a later layer, or if no
-        layer reads the output of a layer before the last one.
+    images by default. Raises ValueError if a layer reads an unknown name, its own output or the
+    output of a later layer, or if no layer reads the output of a layer before the last one.
     """
     names = [layer.name for layer in layers]
     positions = {name: i for i, name in enumerate(names)}
@@ -86,12 +81,7 @@ def last_readers(
 ) -> list[list[str]]:
     """Return, for each run, the names of the outputs that no later run reads.
 
-    Parameters
-    ----------
-    reads
-        For each layer, the names of the outputs that it reads.
-    runs
-        The runs. A run is a tuple with the indices of layers that are computed as one op.
+    A run is a tuple with the indices of layers that are computed as one op.
     """
     last: dict[str, int] = {}
     for position, run in enumerate(runs):

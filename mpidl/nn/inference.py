@@ -21,20 +21,10 @@ def fold_batchnorm(net: Network) -> Network:
     """Return a network for prediction whose weights include the batch normalizations.
 
     A batch normalization with running statistics multiplies each channel by a number and adds
-    another number. These numbers can be included in the weight and bias of a preceding convolution
-    or dense layer. The batch normalization must directly follow this layer and be the only layer
-    that reads its output. The scores change only by rounding.
-
-    Parameters
-    ----------
-    net : Network
-        The network.
-
-    Returns
-    -------
-    Network
-        A copy in prediction mode, or `net` itself if no batch normalization can be included or the
-        network is on a GPU. The copy shares unchanged arrays with `net`.
+    another number. These numbers can be included in the weight and bias of a convolution or dense
+    layer that directly precedes it, if no other layer reads its output. The scores change only by
+    rounding. The copy shares unchanged arrays with `net`, which is returned itself if no batch
+    normalization can be included or if it is on a GPU.
     """
     readers = collections.Counter(name for names in net.reads for name in names)
     norms = [

@@ -21,15 +21,7 @@ class Run(NamedTuple):
 
 
 class Plan:
-    """The runs of a network's layers, both with and without fused ops.
-
-    Parameters
-    ----------
-    layers
-        The layers.
-    reads
-        For each layer, the names of the outputs that it reads.
-    """
+    """The runs of a network's layers, both with and without fused ops."""
 
     def __init__(self, layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> None:
         self.runs: dict[bool, list[Run]] = {}
@@ -51,16 +43,8 @@ class Plan:
     ) -> Any:
         """Compute the output of a layer.
 
-        Parameters
-        ----------
-        name
-            Name of the layer, which must be the last layer of a run, or "images".
-        images
-            The input of the network.
-        fuse
-            Whether to use fused ops, if the backend supports them.
-        context_of
-            Function that returns the context of a layer.
+        The name is that of the last layer of a run, or "images". With `fuse`, fused ops are used if
+        the backend supports them.
         """
         outputs: dict[str, Any] = {graph.IMAGES: images}
         for run in self.runs[fuse and fusion.can_fuse(images)]:

@@ -16,12 +16,8 @@ def note(net: Network, images: Blocked) -> None:
 
     A queue without a normalization divides pixels by 255. If the network expects something else,
     rank 0 warns once. Values that are not the images of a queue, such as the outputs of another
-    network, leave a network as it is.
-
-    Raises
-    ------
-    UserError
-        If neither the queue nor the network says how to normalize the images.
+    network, leave a network as it is. Raises UserError if neither the queue nor the network says
+    how to normalize the images.
     """
     source, world = images.batch.source, images.batch.world
     if source is None:

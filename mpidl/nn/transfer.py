@@ -91,10 +91,7 @@ def is_kept(net: Network, classes: int | Sequence[str]) -> bool:
 def last_layer(net: Network) -> Dense | Conv2D:
     """Return the last layer with learnables, which `transfer` replaces.
 
-    Raises
-    ------
-    UserError
-        If the layer cannot be replaced by a layer with another number of outputs.
+    Raises UserError if the layer cannot be replaced by a layer with another number of outputs.
     """
     table = net.table()
     if not table:

@@ -42,24 +42,10 @@ SUFFIXES = ("png", "pdf")
 
 
 def draw(out: str, content: Mapping[str, Any]) -> list[str]:
-    """Draw the overview and each figure as PNG and PDF.
+    """Draw the overview and each figure as PNG and PDF, from the content of scaling.json.
 
-    Parameters
-    ----------
-    out : str
-        Folder of the study.
-    content : mapping
-        The content of scaling.json.
-
-    Returns
-    -------
-    list of str
-        Names of the files, or an empty list if matplotlib is not installed.
-
-    Raises
-    ------
-    UserError
-        If a file cannot be written.
+    Return the names of the files, or an empty list if matplotlib is not installed. Raises UserError
+    if a file cannot be written.
     """
     panels = [(name, panel) for name, panel in PANELS.items() if panel.applies(content)]
     if not panels:

@@ -66,14 +66,11 @@ def pairs(world: World) -> dict[str, tuple[int, int]]:
 
 
 def measure_pair(world: World, pair: tuple[int, int], seconds: float) -> dict[str, Any]:
-    """Measure the messages between two ranks. Collective.
+    """Measure the messages between two ranks.
 
-    Returns
-    -------
-    dict
-        "sizes" lists the sizes of messages in bytes. "ping_pong" lists the seconds that a message
-        of each size takes in one direction. "burst" is the seconds per message if both ranks send
-        `BURST` small messages at once.
+    Collective. "sizes" lists the sizes of messages in bytes. "ping_pong" lists the seconds that a
+    message of each size takes in one direction. "burst" is the seconds per message if both ranks
+    send `BURST` small messages at once.
     """
     transport, partner = world.transport, None
     if world.rank in pair:
@@ -128,19 +125,10 @@ def distinct(events: Sequence[Event]) -> list[Event]:
 def measure_exchange(
     world: World, event: Event, leaves: int, seconds: float, is_replayed: bool = False
 ) -> float:
-    """Measure the duration in seconds of an event if all ranks arrive at the same time. Collective.
+    """Measure the duration in seconds of an event if all ranks arrive at the same time.
 
-    Parameters
-    ----------
-    event : Event
-        The event.
-    leaves : int
-        Number of blocks of 16 images in the mini-batch.
-    seconds : float
-        Duration of the measurement.
-    is_replayed : bool
-        Whether to measure the event in a replayed step. A replay starts sums without Python if all
-        ranks share memory.
+    Collective. `leaves` is the number of blocks of the mini-batch, and `seconds` the duration of
+    the measurement. A replayed step starts sums without Python if all ranks share memory.
     """
     if event.kind == AGREE:
         return repeat(lambda: world.gop("max", 0), world, seconds)
@@ -188,19 +176,11 @@ def _arguments(world, event, leaves):
 
 
 def measure_hidden(world: World, event: Event, leaves: int, seconds: float) -> float:
-    """Measure which fraction of an exchange's duration overlaps with computations. Collective.
+    """Measure which fraction of an exchange's duration overlaps with computations.
 
-    The ranks make a sequence of short computations. Between the computations, they advance the
-    exchange, as kernels do.
-
-    Parameters
-    ----------
-    event : Event
-        The exchange.
-    leaves : int
-        Number of blocks of 16 images in the mini-batch.
-    seconds : float
-        Duration of each of the three measurements: exchange, computations, and both.
+    Collective. The ranks make a sequence of short computations. Between the computations, they
+    advance the exchange, as kernels do. Each of the three measurements (exchange, computations, and
+    both) takes `seconds`.
     """
     arguments = _arguments(world, event, leaves)
     duration = repeat(lambda: world.exchange(*arguments), world, seconds)

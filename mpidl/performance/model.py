@@ -38,26 +38,14 @@ MANY_RANKS = 64  # with more ranks, all buckets of gradients are simulated with 
 
 @dataclass(frozen=True)
 class Setting:
-    """The assumptions of a prediction.
+    """The assumptions of a prediction."""
 
-    Attributes
-    ----------
-    batch_size : int
-        Number of images per mini-batch over all ranks. Not used if `batch_per_rank` is given.
-    batch_per_rank : int or None
-        Number of images per mini-batch and rank for weak scaling, or None for strong scaling.
-    threads : int
-        Number of threads per rank.
-    workers : int
-        Number of threads per rank that read images.
-    ranks_per_node : int
-        Number of ranks per node.
-    """
-
+    # Number of images per mini-batch over all ranks. Not used if `batch_per_rank` is given.
     batch_size: int
+    # Number of images per mini-batch and rank for weak scaling, or None for strong scaling.
     batch_per_rank: int | None
-    threads: int
-    workers: int
+    threads: int  # number of threads per rank
+    workers: int  # number of threads per rank that read images
     ranks_per_node: int
 
     def images(self, ranks: int) -> int:
@@ -67,18 +55,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Step:
-    """Predicted duration of one training step in seconds, and its parts as means over the ranks.
-
-    Attributes
-    ----------
-    seconds : float
-        Duration of the step.
-    compute, input, wait, sum : float
-        Parts of the duration: computing, reading images, waiting for other ranks, and exchanges
-        that do not overlap with the backward pass.
-    """
+    """Predicted duration of one training step in seconds, and its parts as means over the ranks."""
 
     seconds: float
+    # Parts of the duration: computing, reading images, waiting for other ranks, and exchanges
+    # that do not overlap with the backward pass.
     compute: float
     input: float
     wait: float
@@ -88,16 +69,9 @@ class Step:
 class Model:
     """A model that predicts the duration of a training step.
 
-    Parameters
-    ----------
-    record : mapping
-        The result of `probe.measure`.
-    link : Link, optional
-        Assumed link between nodes. By default, the measured link between nodes or, if the probe ran
-        on one node, the measured link inside the node.
-    sample : sequence of int, optional
-        Indices of the probe's rounds to use, possibly with repetitions. By default, each round is
-        used once.
+    `link` is the assumed link between nodes, by default the measured one between nodes or, if the
+    probe ran on one node, inside the node. `sample` has the indices of the probe's rounds to use,
+    possibly with repetitions.
     """
 
     def __init__(
@@ -191,17 +165,8 @@ class Model:
     ) -> tuple[float, float]:
         """Return the seconds of a step without exchanges, for one rank and for the slowest rank.
 
-        Parameters
-        ----------
-        blocks : int
-            Number of blocks of the rank.
-        ranks : int
-            Number of ranks that compute.
-        setting : Setting
-            Threads per rank and ranks per node.
-        peers : int
-            Number of ranks with this number of blocks. The second result is the expected time of
-            the slowest of these ranks.
+        The first result is for a rank with this number of blocks if `ranks` compute, and the second
+        is the expected time of the slowest of `peers` such ranks.
         """
         rounds = rounds_of_blocks(blocks, setting.threads) if blocks else 0.0
         active = min(ranks, setting.ranks_per_node)
@@ -237,15 +202,8 @@ class Model:
     def step(self, ranks: int, setting: Setting, images: int | None = None) -> Step:
         """Predict a training step.
 
-        Parameters
-        ----------
-        ranks : int
-            Number of ranks.
-        setting : Setting
-            The assumptions of the prediction.
-        images : int, optional
-            Number of images of a smaller mini-batch, whose exchanges are assumed to take as long as
-            the exchanges of a full mini-batch. By default, the mini-batch is full.
+        `images` is the number of a smaller mini-batch, whose exchanges are assumed to take as long
+        as those of a full mini-batch.
         """
         factor = self.together(ranks, self.coupling)
         return Step(*(factor * seconds for seconds in astuple(self.parts(ranks, setting, images))))

@@ -22,12 +22,7 @@ SMALL_BYTES = 16 * 1024  # messages and exchanges up to this size are small
 class NetworkFit:
     """The costs of messages and exchanges, fitted to the measurements of a probe.
 
-    Parameters
-    ----------
-    record : mapping
-        The result of `probe.measure`.
-    sample : sequence of int
-        Indices of the probe's rounds to use, possibly with repetitions.
+    `sample` has the indices of the probe's rounds to use, possibly with repetitions.
     """
 
     def __init__(self, record: Mapping[str, Any], sample: Sequence[int]) -> None:

@@ -29,25 +29,10 @@ def predict(
 ) -> dict[str, Any]:
     """Predict training speed on several numbers of ranks.
 
-    Parameters
-    ----------
-    record : mapping
-        The result of `probe.measure`.
-    counts : sequence of int
-        Numbers of ranks.
-    link : Link, optional
-        Assumed link between nodes; by default, the measured link.
-    ranks_per_node : int, optional
-        Number of ranks per node; by default, as in the probe.
-    show : callable, optional
-        Function that is called with a line of progress before each computation of a speed.
-
-    Returns
-    -------
-    dict
-        "rows" has a dict for each number of ranks, with images per second, the seconds of a step
-        and of its parts, efficiency and relative errors. "stop" is the result of `find_stop`. "fit"
-        has the fitted costs. "link" and "ranks_per_node" are the assumptions.
+    "rows" has a dict for each number of ranks, with images per second, the seconds of a step and of
+    its parts, efficiency and relative errors. "stop" is the result of `find_stop`. "fit" has the
+    fitted costs. "link" and "ranks_per_node" are the assumptions, by default as measured. `show`
+    receives a line of progress before each computation of a speed.
     """
     model = Model(record, link)
     setting = model.setting
@@ -139,15 +124,7 @@ def _half_width(values):
 
 
 class Rates:
-    """Predicted speeds in images per second. Each speed is computed only once.
-
-    Parameters
-    ----------
-    model : Model
-        The model.
-    show : callable, optional
-        Function that is called with a line of progress before each computation.
-    """
+    """Predicted speeds in images per second. Each speed is computed only once."""
 
     def __init__(self, model: Model, show: Callable[[str], object] = lambda line: None) -> None:
         self.model, self.show = model, show
@@ -170,16 +147,10 @@ def find_stop(rates: Rates, setting: Setting, limit: int) -> dict[str, Any]:
     """Find the number of ranks at which scaling stops, and the options that raise this number.
 
     Scaling stops at N ranks if 2N ranks are less than 2 % faster than N ranks, or less than half as
-    efficient as one rank. N is the smallest power of two for which this is the case.
-
-    Returns
-    -------
-    dict
-        "ranks" is the number of ranks, or None if scaling does not stop up to `limit`. "limit" is
-        the argument. "reason" is the part of a step that loses the most time with more ranks, or
-        None if scaling does not stop. "options" is {option: ranks} for the options that raise the
-        number of ranks. None means that with this option scaling does not stop up to MOST_TRIED
-        ranks.
+    efficient as one rank. N is the smallest power of two for which this is the case. In the result,
+    "ranks" is N, or None if scaling does not stop up to `limit`. "reason" is the part of a step
+    that loses the most time with more ranks. "options" is {option: ranks} for the options that
+    raise N; None means that scaling does not stop up to MOST_TRIED ranks.
     """
     model = rates.model
     ranks = _stop(rates, setting, limit)

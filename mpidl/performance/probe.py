@@ -57,36 +57,13 @@ def measure(
     rounds: int = ROUNDS,
     show: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any] | None:
-    """Measure training steps, the reading of images, and the network. Collective.
+    """Measure training steps, the reading of images, and the network.
 
-    Parameters
-    ----------
-    job : World
-        All ranks of the probe. The ranks must fill their nodes as in a training run.
-    net : Network
-        The network, whose weights the probe changes.
-    train_set : Datastore
-        The training images.
-    options : TrainingOptions
-        The training options. `threads` is the number of threads of a rank.
-    seconds : float
-        Approximate duration of the probe.
-    rounds : int
-        Number of rounds, from which the error of the prediction is estimated.
-    show : callable, optional
-        Function that rank 0 calls with a line of progress in each round.
-
-    Returns
-    -------
-    dict or None
-        The record that `model.Model` reads, on rank 0; None on the other ranks.
-
-    Raises
-    ------
-    UserError
-        If the ranks compute on GPUs, if there is only one rank, or if there are too few images.
-    Fault
-        If a signal stops the probe.
+    Collective. Return the record that `model.Model` reads, on rank 0. The ranks must fill their
+    nodes as in a training run. The weights of the network change. The probe takes about `seconds`,
+    in rounds from which the error of the prediction is estimated; `show` receives a line of
+    progress in each. Raises UserError if the ranks compute on GPUs, if there is only one rank, or
+    if there are too few images. Raises Fault if a signal stops the probe.
     """
     if job.device is not None:
         raise UserError(
@@ -185,12 +162,8 @@ def _most_blocks(options, ranks):
 def block_counts(largest: int, threads: int) -> list[int]:
     """Return the numbers of blocks per rank for which steps are timed: 1, T, 2T, 4T, ..., largest.
 
-    Parameters
-    ----------
-    largest : int
-        The largest number of blocks of a rank. The number is limited to MOST_ROUNDS_OF_BLOCKS * T.
-    threads : int
-        The number T of threads of a rank.
+    T is the number of threads of a rank. The largest number is limited to MOST_ROUNDS_OF_BLOCKS *
+    T.
     """
     largest = min(largest, MOST_ROUNDS_OF_BLOCKS * threads)
     powers = [threads << k for k in range(largest.bit_length())]
@@ -312,14 +285,10 @@ def _gathered(job, times):
 def slowest_of(segments: Sequence[np.ndarray]) -> list[float]:
     """Return the expected duration in seconds of a step on 1, 2, 4, ..., MOST_RANKS ranks.
 
-    At the end of each segment of a step, all N ranks wait for the slowest rank. The expected
-    duration of a segment is therefore the expected maximum of N random times. An equal number of
-    these times is drawn from each measured rank.
-
-    Parameters
-    ----------
-    segments : sequence of ndarray, shape (steps, segments)
-        For each measured rank, the seconds of each segment of each step.
+    `segments` has for each measured rank an array (steps, segments) of seconds. At the end of each
+    segment of a step, all N ranks wait for the slowest rank. The expected duration of a segment is
+    therefore the expected maximum of N random times. An equal number of these times is drawn from
+    each measured rank.
     """
     ordered = np.sort(np.concatenate(segments), axis=0)
     # logarithm of the product of the distribution functions of all ranks

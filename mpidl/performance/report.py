@@ -28,19 +28,9 @@ COLUMNS = (
 def write(out: str, content: Mapping[str, Any]) -> None:
     """Write scaling.json and scaling.csv.
 
-    Parameters
-    ----------
-    out : str
-        Folder of the study.
-    content : mapping
-        "rows" is a list of results of `results.row_of`. "accuracy" is the accuracy to reach, or
-        None. "prediction" is the result of
-        `prediction.predict`, or None.
-
-    Raises
-    ------
-    UserError
-        If a file cannot be written.
+    "rows" is a list of results of `results.row_of`. "accuracy" is the accuracy to reach, or None.
+    "prediction" is the result of `prediction.predict`, or None. Raises UserError if a file cannot
+    be written.
     """
     text = json.dumps(content, indent=1, default=float, allow_nan=False) + "\n"
     write_whole(os.path.join(out, JSON), text.encode())

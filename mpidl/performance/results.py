@@ -32,25 +32,11 @@ MOST_POINTS = 500  # of the accuracy by iteration
 def row_of(ranks: int, runs: Sequence[Run], errors: Mapping[str, str]) -> dict[str, Any]:
     """Return the medians of the results of the finished runs on one number of ranks.
 
-    Parameters
-    ----------
-    ranks : int
-        The number of ranks.
-    runs : sequence of Run
-        The runs on this number of ranks.
-    errors : mapping
-        {name of a failed run: error message}.
-
-    Returns
-    -------
-    dict
-        ranks, state, runs (number of finished runs), images_per_second, lowest and highest (speeds
-        of the runs), train_seconds, accuracy, loss, threads, device, weights_sha256 (None if the
-        runs differ), is_oversubscribed, other_load (highest share of the cores' time that other
-        programs used), compute, wait, sum, input and other (fractions of the time, or None), curve
-        (pairs [seconds, accuracy]), curve_kind, iteration_curve (pairs [iteration, smoothed
-        accuracy of the mini-batches]), records (for each run, pairs [seconds, highest accuracy so
-        far]), error.
+    Speeds are in images per second; `lowest` and `highest` are those of the runs. weights_sha256 is
+    None if the runs differ. other_load is the highest share of the cores' time that other programs
+    used. compute, wait, sum, input and other are fractions of the time, or None. curve has pairs
+    [seconds, accuracy], iteration_curve pairs [iteration, smoothed accuracy of the mini-batches],
+    and records, for each run, pairs [seconds, highest accuracy so far].
     """
     finished = [read_run(run) for run in runs if run.is_done()]
     messages = [errors[run.name] for run in runs if run.name in errors]
@@ -261,16 +247,11 @@ def read_json(path: str) -> dict[str, Any]:
 def check_predictions(
     rows: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Compare predicted speeds and efficiencies with measured ones.
-
-    Returns
-    -------
-    list of dict
-        A dict for each number of ranks that was measured and predicted. `measured` and `predicted`
-        are images per second, `difference` is their relative difference, and `error` is the stated
-        relative error of the prediction. `efficiency_difference` is the relative difference of the
-        efficiencies, or None if there is no run on one rank. `is_counted` is False for one rank and
-        for oversubscribed runs.
+    """Compare predicted speeds and efficiencies with measured ones, in a dict for each number of
+    ranks that was both. `measured` and `predicted` are images per second, `difference` is their
+    relative difference, and `error` is the stated relative error of the prediction.
+    `efficiency_difference` is the relative difference of the efficiencies, or None if there is no
+    run on one rank. `is_counted` is False for one rank and for oversubscribed runs.
     """
     by_ranks = {row["ranks"]: row for row in predictions}
     has_base = any(row["ranks"] == 1 and row["images_per_second"] for row in rows)

@@ -33,47 +33,24 @@ SEGMENT = 64  # maximum number of simulated elements per rank; each may represen
 
 
 class Link(NamedTuple):
-    """Cost of the messages between two ranks.
+    """Cost of the messages between two ranks."""
 
-    Attributes
-    ----------
-    latency : float
-        Seconds from the end of the sender's overhead to the arrival of an empty message.
-    per_byte : float
-        Additional seconds for each byte of a message.
-    """
-
+    # Seconds from the end of the sender's overhead to the arrival of an empty message.
     latency: float
-    per_byte: float
+    per_byte: float  # additional seconds for each byte of a message
 
 
 class Network(NamedTuple):
-    """Cost of messages and of combining reduction-tree nodes.
+    """Cost of messages and of combining reduction-tree nodes."""
 
-    Attributes
-    ----------
-    overhead : float
-        Seconds of work per message, for the sender and for the receiver.
-    inside : Link
-        Link between two ranks on one compute node.
-    between : Link
-        Link between ranks on different compute nodes.
-    per_combined_byte : float
-        Seconds per byte for combining two nodes of the reduction tree.
-    per_exchange : float
-        Fixed cost of an exchange in seconds, which does not depend on the algorithm.
-    ranks_per_node : int
-        Number of consecutive ranks on a compute node.
-    shares_memory : bool
-        Whether the ranks of a compute node compute sums in memory that they share.
-    """
-
-    overhead: float
-    inside: Link
-    between: Link
-    per_combined_byte: float = 0.0
+    overhead: float  # seconds of work per message, for the sender and for the receiver
+    inside: Link  # link between two ranks on one compute node
+    between: Link  # link between ranks on different compute nodes
+    per_combined_byte: float = 0.0  # seconds per byte for combining two nodes of the reduction tree
+    # Fixed cost of an exchange in seconds, which does not depend on the algorithm.
     per_exchange: float = 0.0
-    ranks_per_node: int = 1
+    ranks_per_node: int = 1  # number of consecutive ranks on a compute node
+    # Whether the ranks of a compute node compute sums in memory that they share.
     shares_memory: bool = False
 
 
@@ -92,19 +69,7 @@ class _Receive:
 class Meeting:
     """A request that is complete when all ranks of a compute node have arrived.
 
-    Parameters
-    ----------
-    count : int
-        Number of ranks.
-    latency : float
-        Seconds until a rank notices the arrival of another rank.
-
-    Attributes
-    ----------
-    missing : int
-        Number of ranks that have not arrived yet.
-    time : float
-        Simulated time at which the ranks notice that all of them have arrived.
+    `time` is the simulated time at which the ranks notice that all of them have arrived.
     """
 
     __slots__ = ("missing", "time", "waiting", "_latency")
@@ -128,21 +93,13 @@ class Meeting:
 class SimulatedRank:
     """A simulated rank, with the methods of `comm.transport.Transport` that exchanges use.
 
-    Attributes
-    ----------
-    rank, size : int
-        Number of this rank, and number of ranks.
-    clock : float
-        Simulated time of this rank in seconds.
-    messages : int
-        Number of messages that this rank has sent.
-    bytes : float
-        Total size of these messages in bytes.
+    `messages` and `bytes` count what this rank has sent.
     """
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self.simulation, self.rank, self.size = simulation, rank, simulation.size
         self.node = rank // simulation.network.ranks_per_node
+        # Simulated time of this rank in seconds.
         self.clock = self.send_port_free = self.receive_port_free = 0.0
         self.messages, self.bytes = 0, 0.0
         self.inbox: dict[tuple[int, int], list] = {}  # {(source, tag): messages in order}
@@ -250,21 +207,8 @@ class _Process:
 class Simulation:
     """Simulated ranks that exchange messages in one process.
 
-    Parameters
-    ----------
-    size : int
-        Number of ranks.
-    network : Network
-        Cost of messages.
-    carries_data : bool
-        Whether messages carry data. If False, the simulation only measures time.
-    bytes_per_byte : float
-        Number of bytes in the real exchange that one byte of the simulated arrays represents.
-
-    Attributes
-    ----------
-    ranks : list of SimulatedRank
-        The ranks. Exchanges use them as transports.
+    Messages carry data, or only take time. `bytes_per_byte` is the number of bytes in the real
+    exchange that one byte of the simulated arrays represents.
     """
 
     def __init__(
@@ -278,6 +222,7 @@ class Simulation:
         self.size, self.network = size, network
         self.carries_data, self.bytes_per_byte = carries_data, bytes_per_byte
         self.ready: deque[_Process] = deque()
+        # The ranks. Exchanges use them as transports.
         self.ranks = [SimulatedRank(self, rank) for rank in range(size)]
 
     def run(
@@ -285,16 +230,9 @@ class Simulation:
     ) -> list[np.ndarray]:
         """Run exchanges until all of them have ended, and return their results.
 
-        Parameters
-        ----------
-        exchanges : iterable of (int, generator)
-            Rank and generator of each exchange. A rank may run several exchanges with different
-            tags at the same time.
-
-        Raises
-        ------
-        RuntimeError
-            If an exchange waits for a message that no rank sends, or if a message is not received.
+        Raises RuntimeError if an exchange waits for a message that no rank sends, or if a message
+        is not received. `exchanges` are pairs of a rank and a generator. A rank may run several
+        exchanges with different tags at the same time.
         """
         processes = [_Process(self.ranks[rank], steps) for rank, steps in exchanges]
         self.ready.extend(processes)
@@ -315,17 +253,7 @@ class Simulation:
 
 
 class _SharedMemory:
-    """A model of the sums that `comm.host_memory.HostMemory` computes on one compute node.
-
-    Parameters
-    ----------
-    simulation : Simulation
-        The simulated ranks.
-    hosts : list of (int, int)
-        (first rank, one past the last rank) of each compute node.
-    node : int
-        Index of this compute node.
-    """
+    """A model of the sums that `comm.host_memory.HostMemory` computes on one compute node."""
 
     def __init__(self, simulation, hosts, node):
         first, stop = hosts[node]
@@ -375,18 +303,8 @@ def exchange_seconds(
 ) -> float:
     """Return the simulated duration of an exchange in seconds if all ranks start together.
 
-    Parameters
-    ----------
-    runs : tuple of (int, int)
-        Range of blocks of each rank; see `fold.split_blocks`.
-    width, itemsize : int
-        Number of elements of a reduction-tree node, and size of an element in bytes.
-    network : Network
-        Cost of messages.
-    combine : callable
-        `fold.add` or `fold.merge_moments`.
-    algorithm : callable, optional
-        A generator function of `comm.exchange`; by default, the algorithm that a run would choose.
+    `runs` has the range of blocks of each rank (`fold.split_blocks`), and a node has `width`
+    elements of `itemsize` bytes. By default, the algorithm is the one that a run would choose.
     """
     return _seconds(runs, width, itemsize, network, combine, algorithm)
 

@@ -44,32 +44,15 @@ RUN_NAME = re.compile(r"ranks-(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a study.
-
-    Attributes
-    ----------
-    out : str
-        Folder of the study.
-    counts : tuple of int
-        Numbers of ranks.
-    words : tuple of str
-        Arguments of mpidl.train.
-    repeat : int
-        Number of runs per number of ranks.
-    is_weak : bool
-        Whether the mini-batch grows with the number of ranks (weak scaling).
-    uses_srun : bool
-        Whether to start the runs with srun instead of mpirun.
-    defaults : mapping
-        Values that the study chose for missing options. A continued study uses the same values.
-    """
+    """The runs of a study."""
 
     out: str
     counts: tuple[int, ...]
     words: tuple[str, ...]
-    repeat: int = 1
-    is_weak: bool = False
-    uses_srun: bool = False
+    repeat: int = 1  # number of runs per number of ranks
+    is_weak: bool = False  # whether the mini-batch grows with the number of ranks (weak scaling)
+    uses_srun: bool = False  # whether to start the runs with srun instead of mpirun
+    # Values that the study chose for missing options. A continued study uses the same values.
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def runs(self) -> list[Run]:
@@ -83,21 +66,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a study.
-
-    Attributes
-    ----------
-    plan : Plan
-        The study.
-    ranks : int
-        Number of ranks.
-    turn : int
-        Number of the repetition, from 1.
-    """
+    """One run of a study."""
 
     plan: Plan
     ranks: int
-    turn: int
+    turn: int  # number of the repetition, from 1
 
     @property
     def name(self) -> str:
@@ -131,37 +104,19 @@ def earlier_start(out: str) -> dict[str, Any]:
 
 @dataclass
 class Study:
-    """A study in progress.
-
-    Parameters
-    ----------
-    plan : Plan
-        The runs of the study.
-    signals : Signals
-        Signals that have requested a stop.
-    errors : dict, optional
-        {name of a failed run: error message}.
-    show : callable, optional
-        Function that is called with a line of progress about every ten seconds.
-    """
+    """A study in progress."""
 
     plan: Plan
-    signals: Signals
-    errors: dict[str, str] = field(default_factory=dict)
+    signals: Signals  # signals that have requested a stop
+    errors: dict[str, str] = field(default_factory=dict)  # {name of a failed run: error message}
+    # Function that is called with a line of progress about every ten seconds.
     show: Callable[[str], object] = lambda line: None
 
     def start(self, overwrite: bool = False) -> None:
         """Create the folder of the study, or continue an earlier study in this folder.
 
-        Parameters
-        ----------
-        overwrite : bool
-            Whether to delete the runs of an earlier study.
-
-        Raises
-        ------
-        UserError
-            If the folder contains a study with other arguments, or cannot be written.
+        Raises UserError if the folder contains a study with other arguments, or cannot be written.
+        `overwrite` deletes the runs of an earlier study.
         """
         out, identity = self.plan.out, self.plan.identity()
         path = os.path.join(out, FILE)
@@ -190,10 +145,8 @@ class Study:
     def run(self, run: Run) -> str:
         """Start or resume a run, and return the state of the run.
 
-        Raises
-        ------
-        UserError
-            If mpidl.train rejects its options or data, and no run of the study has finished.
+        Raises UserError if mpidl.train rejects its options or data, and no run of the study has
+        finished.
         """
         load = OtherLoad()
         with open(run.log, "a") as log:
@@ -216,16 +169,8 @@ class Study:
     def execute(self, name: str, words: Sequence[str], log: IO[str]) -> int:
         """Run a command that starts ranks, wait for its end, and return the exit code.
 
-        If a signal requests a stop, the command receives the signal USR1, once.
-
-        Parameters
-        ----------
-        name : str
-            Name of the process in the lines that `show` receives.
-        words : sequence of str
-            The command line.
-        log : file
-            File for the output of the command. `show` receives the last line of this file.
+        If a signal requests a stop, the command receives the signal USR1, once. `name` is that of
+        the process in the lines that `show` receives, followed by the last line of the log.
         """
         process = subprocess.Popen(
             words,

@@ -27,24 +27,17 @@ BLOCKING = (AGREE, SUM)  # events at which a rank waits for all other ranks
 
 
 class Event(NamedTuple):
-    """A point of a training step at which ranks communicate.
+    """A point of a training step at which ranks communicate."""
 
-    Attributes
-    ----------
-    kind : str
-        At AGREE, the ranks agree whether to continue. At SUM, the step waits for a sum. At BUCKET,
-        an exchange of gradients starts, and the step continues. At FINISH, the step waits for all
-        buckets.
-    width, itemsize : int
-        Number of values in a reduction-tree node of the sum, and size of a value in bytes.
-    operation : str
-        "add" for sums, "moments" for merging statistics, or "gather" for gathering values that are
-        not nodes of a reduction tree.
-    """
-
+    # At AGREE, the ranks agree whether to continue. At SUM, the step waits for a sum. At
+    # BUCKET, an exchange of gradients starts, and the step continues. At FINISH, the step waits
+    # for all buckets.
     kind: str
+    # Number of values in a reduction-tree node of the sum, and size of a value in bytes.
     width: int = 0
     itemsize: int = 0
+    # "add" for sums, "moments" for merging statistics, or "gather" for gathering values that
+    # are not nodes of a reduction tree.
     operation: str = "add"
 
 
@@ -52,23 +45,13 @@ class TracingWorld(World):
     """A world of one rank that records which exchanges a step would make on several ranks.
 
     Replays of a recorded step record their exchanges too.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm
-        A communicator of one rank.
-
-    Attributes
-    ----------
-    events : list of (float, Event)
-        Time of each event in seconds, from `time.perf_counter`, and the event.
-    replays_steps : bool
-        Whether a step has been recorded, so that later steps are replays.
     """
 
     def __init__(self, comm: Any) -> None:
         super().__init__(comm, threads=None)
+        # Time of each event in seconds, from `time.perf_counter`, and the event.
         self.events: list[tuple[float, Event]] = []
+        # Whether a step has been recorded, so that later steps are replays.
         self.replays_steps = False
         self._is_nested = False
 
@@ -174,43 +157,24 @@ def _sums_of(value):
 
 
 class StepTimes(NamedTuple):
-    """Times of the measured training steps on one rank.
+    """Times of the measured training steps on one rank."""
 
-    Attributes
-    ----------
-    segments : ndarray, shape (steps, segments)
-        Seconds of work between consecutive points at which the rank would wait for other ranks. The
-        first segment consists of the end of a step and the start of a step.
-    events : list of Event
-        The events of a step.
-    places : ndarray, shape (events,)
-        Time of each event in a step, from 0 at the start of the step to 1 at its end.
-    input : float
-        Mean number of seconds per step that the rank waits for the images of the mini-batch.
-    """
-
+    # (steps, segments): seconds of work between consecutive points at which the rank would wait
+    # for other ranks. The first segment consists of the end of a step and the start of a step.
     segments: np.ndarray
     events: list[Event]
+    # (events,): time of each event in a step, from 0 at the start of the step to 1 at its end.
     places: np.ndarray
+    # Mean number of seconds per step that the rank waits for the images of the mini-batch.
     input: float
 
 
 class StepClock:
     """A hook of `dl.train` that times training steps and then ends the training.
 
-    Parameters
-    ----------
-    batch_size : int
-        Number of images per mini-batch. Steps with smaller mini-batches are left out.
-    seconds : float
-        Minimum duration of the measurement in seconds.
-    world : TracingWorld, optional
-        The world of the training run, whose events are recorded with the times. By default, only
-        times are recorded, because several ranks train together.
-    skip : int
-        Number of steps before the measurement. By default, the steps that are recorded and checked.
-    at_least : int
-        Minimum number of measured steps.
+    The hook measures for at least `seconds` and `at_least` steps, and leaves out the first `skip`
+    (by default, those that are recorded and checked) and steps of smaller mini-batches. Without a
+    world, only times are recorded, because several ranks train together.
     """
 
     def __init__(
@@ -259,10 +223,7 @@ class StepClock:
     def times(self) -> StepTimes:
         """Return the times of the measured steps.
 
-        Raises
-        ------
-        UserError
-            If the steps do not all have the same events in the same order.
+        Raises UserError if the steps do not all have the same events in the same order.
         """
         events = [event for _, event in self.steps[-1][2]]
         rows, places = [], []

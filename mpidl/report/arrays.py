@@ -21,21 +21,10 @@ def check_path(path: str, option: str) -> None:
 
 
 class ArrayFile:
-    """A file to which a float32 array is written in parts, in order.
-
-    The file has a temporary name until `close` renames it. Only `close` raises an error if writing
-    has failed, so that all ranks finish computing the entries together.
-
-    Parameters
-    ----------
-    path : str
-        FILE.npy or FILE.h5.
-    name : str
-        Name of the dataset in FILE.h5.
-    shape : tuple of int
-        Shape of the whole array, (n, ...).
-    arrays : mapping
-        Additional datasets for FILE.h5, {name: array or list of str}; ignored for FILE.npy.
+    """A file FILE.npy or FILE.h5 to which a float32 array of shape (n, ...) is written in parts, in
+    order, and for FILE.h5 further `arrays`, {name: array or list of str}. The file has a temporary
+    name until `close` renames it. Only `close` raises an error if writing has failed, so that all
+    ranks finish computing the entries together.
     """
 
     def __init__(
@@ -76,10 +65,7 @@ class ArrayFile:
     def close(self) -> None:
         """Close the file and rename it to `path`.
 
-        Raises
-        ------
-        UserError
-            If the file could not be written.
+        Raises UserError if the file could not be written.
         """
         with self._deferred_errors():
             if self.file is not None:

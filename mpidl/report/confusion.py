@@ -25,23 +25,8 @@ def need_matplotlib(path: str | os.PathLike[str]) -> None:
 
 
 def draw(counts: np.ndarray, classes: Sequence[str], accuracy: float) -> bytes:
-    """Draw a confusion matrix.
-
-    A cell is darker if it has a larger fraction of the labels in its row.
-
-    Parameters
-    ----------
-    counts : ndarray of int, shape (K, K)
-        Element [i, j] is the number of labels of class i that were predicted as class j.
-    classes : sequence of str
-        Names of the K classes.
-    accuracy : float
-        Accuracy to show in the title.
-
-    Returns
-    -------
-    bytes
-        Content of a PNG file.
+    """Return the PNG of a confusion matrix; `counts[i, j]` labels of class i were predicted as
+    class j. A cell is darker if it has a larger fraction of the labels in its row.
     """
     k = len(classes)
     side = min(max(3.5 + 0.45 * k, 5.0), 16.0)

@@ -21,33 +21,19 @@ MOST_RECENT = 64  # number of records to collect before they are copied to the a
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Series:
-    """Records of one kind, in order, with one array per field.
+    """Records of one kind, in order, with one array per field."""
 
-    Attributes
-    ----------
-    epoch, iteration : ndarray of int64, shape (n,)
-        Position of each record in the run, counted from 1.
-    loss, accuracy : ndarray of float64, shape (n,)
-        Means over the mini-batch, the epoch or the validation set. The accuracy is NaN if the loss
-        has no classes.
-    learning_rate : ndarray of float64, shape (n,)
-        Learning rate of the iteration.
-    images_per_second : ndarray of float64, shape (n,)
-        Training speed; NaN for validations.
-    seconds : ndarray of float64, shape (n,)
-        Time since the start of the run, in seconds.
-    metrics : dict
-        {name: ndarray of float64, shape (n,)} of the metrics of validations that the option
-        `metrics` requests, such as "f1"; NaN if a metric is missing or undefined.
-    """
-
-    epoch: np.ndarray
+    epoch: np.ndarray  # (n,): position of each record in the run, counted from 1
     iteration: np.ndarray
+    # (n,): means over the mini-batch, the epoch or the validation set. The accuracy is NaN if
+    # the loss has no classes.
     loss: np.ndarray
     accuracy: np.ndarray
-    learning_rate: np.ndarray
-    images_per_second: np.ndarray
-    seconds: np.ndarray
+    learning_rate: np.ndarray  # (n,): learning rate of the iteration
+    images_per_second: np.ndarray  # (n,): training speed; NaN for validations
+    seconds: np.ndarray  # (n,): time since the start of the run, in seconds
+    # {name: ndarray of float64, shape (n,)} of the metrics of validations that the option
+    # `metrics` requests, such as "f1"; NaN if a metric is missing or undefined.
     metrics: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -145,13 +131,7 @@ KINDS = tuple(f.name for f in fields(History))
 
 
 class HistoryRecorder:
-    """Collects the records of a run in memory, 56 bytes per record.
-
-    Parameters
-    ----------
-    records : iterable of mapping
-        The first records; see `History.from_records`.
-    """
+    """Collects the records of a run in memory, 56 bytes per record."""
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
         self._columns = {kind: _Columns() for kind in KINDS}

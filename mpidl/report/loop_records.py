@@ -20,14 +20,9 @@ class LoopRecords:
     A report with `iteration` is a record of an iteration, and a report with only `epoch` is a
     record of an epoch. If a loop reports no iterations, its epochs are also its iterations, so that
     curves have points. A report with `validation_loss` or `validation_accuracy` is (also) a record
-    of a validation. Reports without a position, and other values, are not recorded.
-
-    A loop may count the iterations of each epoch anew. In the records, iterations always increase.
-
-    Parameters
-    ----------
-    write : callable
-        Function that receives each record, a dict with the keys of metrics.jsonl.
+    of a validation. Reports without a position, and other values, are not recorded. A loop may
+    count the iterations of each epoch anew. In the records, iterations always increase. `write`
+    receives each record, a dict with the keys of metrics.jsonl.
     """
 
     def __init__(self, write: Callable[[dict[str, Any]], object]) -> None:
@@ -39,10 +34,8 @@ class LoopRecords:
     def __call__(self, facts: Mapping[str, Any]) -> set[str]:
         """Record a report, and return the names of the values that are recorded.
 
-        Raises
-        ------
-        UserError
-            If a position is not a whole number, or if another value to record is not a number.
+        Raises UserError if a position is not a whole number, or if another value to record is not a
+        number.
         """
         if "epoch" not in facts and "iteration" not in facts:
             return set()

@@ -21,18 +21,10 @@ FLUSH_SECONDS = 2.0
 
 
 class Cut(NamedTuple):
-    """The position to which a run returns, for example when it is resumed.
+    """The position to which a run returns, for example when it is resumed."""
 
-    Attributes
-    ----------
-    iteration : int
-        Number of completed iterations.
-    validation : int
-        Iteration of the last validation. The run repeats all later validations.
-    """
-
-    iteration: int
-    validation: int
+    iteration: int  # number of completed iterations
+    validation: int  # iteration of the last validation. The run repeats all later validations
 
     def last(self, kind: str) -> int:
         """Return the last iteration whose record of this kind is kept."""
@@ -49,21 +41,8 @@ class Metrics:
     """Writer of the records of a metrics file.
 
     The methods do nothing on ranks other than 0, with one exception: a rank that calls `rewind`
-    writes the file from then on.
-
-    Parameters
-    ----------
-    path : str
-        Path of the file.
-    rank : int
-        Rank of this process.
-    cut : Cut, optional
-        The records that a resumed run keeps. By default, all existing records are removed.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be written.
+    writes the file from then on. By default, all existing records are removed; `cut` gives the
+    records that a resumed run keeps. All methods raise UserError if the file cannot be written.
     """
 
     def __init__(self, path: str, rank: int = 0, cut: Cut | None = None):
@@ -95,35 +74,12 @@ class Metrics:
         accuracy: float | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Append a record.
+        """Append a record of the kind "iteration", "epoch", "validation" or "final_validation".
 
-        Numbers that are not finite are written as null. Append all records of an iteration and
-        call `flush` before the checkpoint of the same iteration is written.
-
-        Parameters
-        ----------
-        kind : {"iteration", "epoch", "validation", "final_validation"}
-            Type of the record.
-        epoch, iteration : int
-            Position in the run, counted from 1. For a final validation, the position of the weights
-            of the returned network.
-        loss : float or None
-            Mean loss.
-        learning_rate : float
-            Learning rate of the iteration.
-        images_per_second : float or None
-            Training speed in images per second; None for a validation.
-        seconds : float
-            Time since the start of the run, in seconds.
-        accuracy : float, optional
-            Accuracy; None if the loss has no classes.
-        metrics : mapping, optional
-            Other metrics of a validation by name, such as {"f1": 0.9}.
-
-        Raises
-        ------
-        UserError
-            If the file cannot be written.
+        Positions count from 1; that of a final validation belongs to the weights of the returned
+        network. `seconds` are since the start of the run. Numbers that are not finite are written
+        as null. Append all records of an iteration and call `flush` before the checkpoint of the
+        same iteration is written.
         """
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, found {kind}")
@@ -141,41 +97,18 @@ class Metrics:
         self._append(record)
 
     def record_ranks(self, epoch: int, iteration: int, fields: Mapping[str, Any]) -> None:
-        """Append a record of how the ranks spent their time.
-
-        Parameters
-        ----------
-        epoch, iteration : int
-            Position in the run, counted from 1.
-        fields : mapping
-            "seconds" since the start of the run, and lists with one entry per rank. The lists
-            "input", "compute", "wait", "sum" and "other" have the seconds since the last record;
-            they add up to the elapsed time on the rank's clock. The list "memory" has the resident
-            memory in bytes, and "device" the devices.
-
-        Raises
-        ------
-        UserError
-            If the file cannot be written.
+        """Append a record of how the ranks spent their time: "seconds" since the start of the run,
+        and lists with one entry per rank. "input", "compute", "wait", "sum" and "other" are the
+        seconds since the last record; they add up to the elapsed time on the rank's clock. "memory"
+        is the resident memory in bytes, and "device" the device.
         """
         if self.file is not None:
             position = {"kind": "ranks", "epoch": int(epoch), "iteration": int(iteration)}
             self._append({**position, **fields})
 
     def record_lost(self, epoch: int, iteration: int, facts: Mapping[str, Any]) -> None:
-        """Append a record of ranks that were lost.
-
-        Parameters
-        ----------
-        epoch, iteration : int
-            Position from which the run continues.
-        facts : mapping
-            Lost "ranks" and their "hosts", the number "ranks_left", and "seconds_lost".
-
-        Raises
-        ------
-        UserError
-            If the file cannot be written.
+        """Append a record of lost "ranks" and their "hosts", the number "ranks_left", and
+        "seconds_lost". The position is the one from which the run continues.
         """
         if self.file is not None:
             position = {"kind": "lost", "epoch": int(epoch), "iteration": int(iteration)}
@@ -215,12 +148,7 @@ class Metrics:
     def rewind(self, cut: Cut, records: Iterable[Mapping[str, Any]] = ()) -> None:
         """Remove the records that the run will repeat, and open the file for more records.
 
-        Parameters
-        ----------
-        cut : Cut
-            The records to keep.
-        records : iterable of mapping
-            All records to keep. The method adds those that the lost rank had not written.
+        `records` are all records to keep: those that the lost rank had not written are added.
         """
         self.close()
         with self._writing():

@@ -12,27 +12,10 @@ FINAL = "#3c8d40"  # the validation of the returned network
 
 
 def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bool:
-    """Plot the loss and accuracy that a metrics file records.
-
-    The upper panel shows the loss of each mini-batch, the mean loss of each epoch, and the loss of
-    each validation. The lower panel shows the same for the accuracy, in per cent.
-
-    Parameters
-    ----------
-    metrics_path : path
-        Path of the metrics file.
-    png_path : path
-        Path of the PNG file to write.
-
-    Returns
-    -------
-    bool
-        True if the plot was written, False if matplotlib is not installed.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be written.
+    """Plot the loss and accuracy that a metrics file records to a PNG file; return False if
+    matplotlib is not installed. The upper panel shows the loss of each mini-batch, the mean loss of
+    each epoch, and the loss of each validation. The lower panel shows the same for the accuracy, in
+    per cent. Raises UserError if the file cannot be written.
     """
     try:
         figure = new_figure(9, 6.5)

@@ -51,43 +51,25 @@ class ConfusionTable:
 
 @dataclass(frozen=True, eq=False)
 class RunFiles:
-    """The content of a run's folder.
-
-    Attributes
-    ----------
-    folder : str
-        The folder.
-    history : History
-        The records of metrics.jsonl.
-    options, sources, versions : dict
-        Options and inputs of the run, the source of each value, and versions of the software;
-        empty if the folder has no options.toml, which `dl.train` does not write.
-    summary : dict
-        The entries NUMBERS and TEXTS of summary.json; empty if the run has not finished.
-    confusion : ConfusionTable or None
-        The confusion matrix of the test set.
-    metrics : list of list of str
-        The metrics of the test set as a table with headings in the first row; [] without metrics.
-    ranks : list of dict
-        A dict per rank with its device, its memory in bytes and its seconds per phase; empty if the
-        run did not measure the phases.
-    status : Status or None
-        The content of status.json; None if the file does not exist.
-    written : float
-        Time of the last change of metrics.jsonl, in seconds since 1970.
-    """
+    """The content of a run's folder."""
 
     folder: str
-    history: History
+    history: History  # the records of metrics.jsonl
+    # Options and inputs of the run, the source of each value, and versions of the software;
+    # empty if the folder has no options.toml, which `dl.train` does not write.
     options: dict[str, Any]
     sources: dict[str, str]
     versions: dict[str, str]
+    # The entries NUMBERS and TEXTS of summary.json; empty if the run has not finished.
     summary: dict[str, Any]
-    confusion: ConfusionTable | None
+    confusion: ConfusionTable | None  # the confusion matrix of the test set
+    # The metrics of the test set as a table with headings in the first row; [] without metrics.
     metrics: list[list[str]]
+    # A dict per rank with its device, its memory in bytes and its seconds per phase; empty if
+    # the run did not measure the phases.
     ranks: list[dict[str, Any]]
-    status: Status | None
-    written: float
+    status: Status | None  # the content of status.json; None if the file does not exist
+    written: float  # time of the last change of metrics.jsonl, in seconds since 1970
 
     @property
     def state(self) -> str:
@@ -106,11 +88,8 @@ class RunFiles:
 def read(folder: str) -> RunFiles:
     """Read the folder of a run; the path of its metrics.jsonl is also accepted.
 
-    Raises
-    ------
-    UserError
-        If the folder has no run, or if a file cannot be read or is damaged. An incomplete last
-        line of metrics.jsonl is accepted.
+    Raises UserError if the folder has no run, or if a file cannot be read or is damaged. An
+    incomplete last line of metrics.jsonl is accepted.
     """
     records = read_records(folder)
     folder = folder if os.path.isdir(folder) else os.path.dirname(folder) or os.curdir
@@ -147,15 +126,7 @@ def folders(paths: Sequence[str]) -> list[str]:
 
 
 def is_current(summary: Mapping[str, Any], last_iteration: int) -> bool:
-    """Return whether a summary describes the run up to its last iteration.
-
-    Parameters
-    ----------
-    summary : mapping
-        The content of summary.json.
-    last_iteration : int
-        The last iteration in metrics.jsonl.
-    """
+    """Return whether summary.json describes the run up to the last iteration in metrics.jsonl."""
     iterations = summary.get("iterations")
     return not isinstance(iterations, int) or iterations >= last_iteration
 

@@ -13,40 +13,19 @@ MAX_NUMBER = 2**53  # larger numbers cannot be from mpidl
 
 @dataclass
 class Status:
-    """The content of status.json.
+    """The content of status.json."""
 
-    Attributes
-    ----------
-    state : {"running", "finished", "failed"}
-        State of the run. A killed run stays "running".
-    stopped : str or None
-        Reason for an early end, as in `Result.stopped`.
-    error : str or None
-        The error of a failed run, in one line.
-    ranks : int
-        Number of ranks.
-    lost_ranks : int
-        Number of ranks that were lost; see the option on_lost_rank.
-    host : str
-        Host of rank 0.
-    epochs : int
-        Number of epochs of the whole run. This number and the following numbers are 0 until the
-        training starts.
-    iterations_per_epoch : int
-        Number of mini-batches per epoch.
-    iterations : int
-        Number of iterations of the whole run, unless it ends early.
-    """
-
-    state: str = RUNNING
-    stopped: str | None = None
-    error: str | None = None
+    state: str = RUNNING  # state of the run. A killed run stays "running"
+    stopped: str | None = None  # reason for an early end, as in `Result.stopped`
+    error: str | None = None  # the error of a failed run, in one line
     ranks: int = 0
-    lost_ranks: int = 0
-    host: str = ""
+    lost_ranks: int = 0  # number of ranks that were lost; see the option on_lost_rank
+    host: str = ""  # host of rank 0
+    # Number of epochs of the whole run. This number and the following numbers are 0 until the
+    # training starts.
     epochs: int = 0
-    iterations_per_epoch: int = 0
-    iterations: int = 0
+    iterations_per_epoch: int = 0  # number of mini-batches per epoch
+    iterations: int = 0  # number of iterations of the whole run, unless it ends early
 
 
 TYPES = {

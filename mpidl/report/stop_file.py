@@ -32,19 +32,9 @@ def read(folder: str | os.PathLike[str]) -> str | None:
 
 
 def request(folder: str | os.PathLike[str], moment: str) -> None:
-    """Ask the run in a folder to stop. A run never sees an incomplete request.
-
-    Parameters
-    ----------
-    folder : path
-        The folder of the run.
-    moment : {"now", "epoch"}
-        When to stop: after the current mini-batch, or after the current epoch.
-
-    Raises
-    ------
-    OSError
-        If the folder does not exist or cannot be written to.
+    """Ask the run in a folder to stop after the current mini-batch ("now") or after the current
+    epoch. A run never sees an incomplete request. Raises OSError if the folder does not exist or
+    cannot be written to.
     """
     if moment not in (NOW, EPOCH):
         raise ValueError(f"moment must be {NOW} or {EPOCH}, found {moment}")

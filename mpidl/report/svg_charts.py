@@ -65,24 +65,13 @@ def _merged(part, following):
 
 
 class Line(NamedTuple):
-    """A line of a chart.
+    """A line of a chart."""
 
-    Attributes
-    ----------
-    name : str
-        Name in the legend; "" for a line without an entry.
-    points : sequence of (x, y)
-        The points, in ascending order of x. Points that are not finite are omitted.
-    colour : str
-        Colour of the line.
-    style : {"line", "dashed", "faint", "points"}
-        Style: solid with marks, dashed with marks, thin and light, or only marks.
-    """
-
-    name: str
+    name: str  # name in the legend; "" for a line without an entry
+    # The points, in ascending order of x. Points that are not finite are omitted.
     points: Sequence[Point]
     colour: str
-    style: str = "line"
+    style: str = "line"  # style: solid with marks, dashed with marks, thin and light, or only marks
 
 
 def chart(
@@ -95,30 +84,10 @@ def chart(
     size: tuple[int, int] = SIZE,
     x_label: str = "iteration",
 ) -> Element:
-    """Draw lines against the iteration or another integer.
-
-    Parameters
-    ----------
-    title : str
-        Label of the vertical axis.
-    lines : sequence of Line
-        The lines. Lines without points are omitted.
-    log : bool
-        Whether the vertical axis is logarithmic if the values differ by more than a factor of 20.
-    unit : str
-        Text after the numbers of the vertical axis.
-    ends : (float or None, float or None)
-        Largest values of the horizontal and the vertical axis; None selects the largest value in
-        the data.
-    size : (int, int)
-        Width and height of the picture in pixels.
-    x_label : str
-        Label of the horizontal axis.
-
-    Returns
-    -------
-    Element
-        The SVG with its legend. The element needs no style sheet.
+    """Draw lines against an integer, by default the iteration, as an SVG with its legend that needs
+    no style sheet. Lines without points are omitted. With `log`, the vertical axis is logarithmic
+    if the values differ by more than a factor of 20. `unit` follows its numbers. `ends` are the
+    largest values of the two axes; None selects the largest value in the data.
     """
     lines = [line._replace(points=_visible(line.points)) for line in lines]
     lines = [line for line in lines if line.points]

@@ -71,23 +71,10 @@ def _has_scores(row):
 
 
 def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: int = 0) -> None:
-    """Write DIR/table.csv.
+    """Write DIR/table.csv with the options that vary.
 
-    Parameters
-    ----------
-    folder : str
-        The folder of the sweep.
-    rows : sequence of Row
-        The trials.
-    varied : sequence of str
-        Columns of the options that vary.
-    writer : int
-        Number of the writing process, because several processes may write at the same time.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be written.
+    Several processes may write at the same time, so `writer` is the number of this one. Raises
+    UserError if the file cannot be written.
     """
     text = io.StringIO()
     columns = ["trial", *varied, *RESULTS]
@@ -101,25 +88,13 @@ def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: i
 
 
 def fold_rows(rows: Sequence[Row], varied: Sequence[str], folds: int) -> list[Row]:
-    """Summarize the trials of a cross-validation in one row per setting of the other options.
+    """Summarize the trials of a cross-validation in one dict per setting of the other options.
 
-    Parameters
-    ----------
-    rows : sequence of Row
-        The trials. Each setting has `folds` consecutive trials.
-    varied : sequence of str
-        Columns of the options that vary, including "fold".
-    folds : int
-        Number of folds.
-
-    Returns
-    -------
-    list of dict
-        One dict per setting. Its columns are "trials" (such as "1-5"), the columns in `varied`
-        except "fold", and "done", the number of folds that have ended. For each NAME in `SCORES`,
-        there are two more columns: NAME, the mean over the ended folds, and NAME_std, the sample
-        standard deviation. Both are None if no fold has ended or if an ended fold has no score.
-        NAME_std is also None if only one fold has ended.
+    Each setting has `folds` consecutive trials. The columns are "trials" (such as "1-5"), those in
+    `varied` except "fold", and "done", the number of folds that have ended. For each NAME in
+    `SCORES`, NAME is the mean over the ended folds, and NAME_std the sample standard deviation.
+    Both are None if no fold has ended or if an ended fold has no score. NAME_std is also None if
+    only one fold has ended.
     """
     summaries = []
     for first in range(0, len(rows), folds):

@@ -16,28 +16,15 @@ STEP = "training step"  # the span around forward, backward and update
 
 
 class Wait(NamedTuple):
-    """A wait of a rank for other ranks.
-
-    Attributes
-    ----------
-    rank : int
-        The rank that waited.
-    seconds : float
-        Duration of the wait.
-    iteration : int
-        Number of the iteration.
-    operation, place : str
-        The operation that the rank waited for, and the names of the enclosing spans.
-    last_rank : int or None
-        The rank that began the same operation last. None if this is the waiting rank itself, or if
-        other ranks do not wait in this operation.
-    """
+    """A wait of a rank for other ranks."""
 
     rank: int
     seconds: float
     iteration: int
-    operation: str
+    operation: str  # the operation that the rank waited for, and the names of the enclosing spans
     place: str
+    # The rank that began the same operation last. None if this is the waiting rank itself, or
+    # if other ranks do not wait in this operation.
     last_rank: int | None
 
 

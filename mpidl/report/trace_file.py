@@ -26,31 +26,16 @@ CHUNK = 4096  # number of events that are compressed together
 
 
 class RankSpans(NamedTuple):
-    """The spans of a rank.
+    """The spans of a rank."""
 
-    Attributes
-    ----------
-    host, device : str
-        Host and device of the rank.
-    spans : ndarray of `phases.SPAN`
-        The spans.
-    labels : list of (track, category, name)
-        Labels of spans; the field `label` of a span is an index into this list.
-    seconds : Seconds
-        Seconds per phase in the recorded iterations.
-    iterations : int
-        Number of recorded iterations.
-    is_full : bool
-        Whether spans are missing because the memory for spans was full.
-    """
-
-    host: str
+    host: str  # host and device of the rank
     device: str
     spans: np.ndarray
+    # Labels of spans; the field `label` of a span is an index into this list.
     labels: list[tuple[str, str, str]]
-    seconds: phases.Seconds
-    iterations: int
-    is_full: bool
+    seconds: phases.Seconds  # seconds per phase in the recorded iterations
+    iterations: int  # number of recorded iterations
+    is_full: bool  # whether spans are missing because the memory for spans was full
 
     def select(self, track: str, *categories: str) -> np.ndarray:
         """Return the spans of a track in the given categories, or all spans of the track."""
@@ -69,12 +54,7 @@ class RankSpans(NamedTuple):
 def cut_to_common(ranks: Sequence[RankSpans]) -> tuple[list[RankSpans], int | None]:
     """If a rank ran out of memory for spans, drop the iterations that are incomplete on any rank.
 
-    Returns
-    -------
-    ranks : list of RankSpans
-        The ranks with the remaining spans.
-    last_iteration : int or None
-        The last iteration that is complete on all ranks; None if no spans are missing.
+    Return the ranks and the last complete iteration, or None if no spans are missing.
     """
     if not any(rank.is_full for rank in ranks):
         return list(ranks), None
@@ -136,21 +116,10 @@ def _span_events(rank, number, lines, origin):
 
 
 def write_timeline(path: str, ranks: Sequence[RankSpans], facts: Mapping[str, Any]) -> None:
-    """Write a timeline as compressed JSON.
+    """Write a timeline as compressed JSON to a path that ends in ".json.gz".
 
-    Parameters
-    ----------
-    path : str
-        Path of the file, which ends in ".json.gz".
-    ranks : sequence of RankSpans
-        The spans of all ranks, with times of a common clock.
-    facts : mapping
-        Facts about the recording, stored in the file as "otherData".
-
-    Raises
-    ------
-    UserError
-        If the file cannot be written.
+    The spans have times of a common clock, and `facts` are stored as "otherData". Raises UserError
+    if the file cannot be written.
     """
     memory = io.BytesIO()
     with gzip.GzipFile(fileobj=memory, mode="wb", compresslevel=4, mtime=0) as file:

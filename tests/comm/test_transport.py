@@ -5,7 +5,7 @@ import pytest
 
 from mpidl.comm.guard import Guard
 from mpidl.comm.transport import Transport
-from mpidl.comm.world import World
+from mpidl.ranks.world import World
 
 
 class Witness(Guard):

@@ -1,10 +1,9 @@
 """Draw the embedded set of cells: gray images with the exact class of each pixel.
 
 An image shows 4 to 12 ellipses of various sizes, angles and brightness on an uneven, noisy
-background. Ellipses may overlap. A pixel belongs to a cell if its centre is inside an ellipse.
-
-The number of an image is a key of its random numbers. As in `digits`, pixels are computed only
-with sums, products, quotients and square roots, so every machine draws the same bytes.
+background. Ellipses may overlap. A pixel belongs to a cell if its centre is inside an ellipse. The
+number of an image is a key of its random numbers. As in `digits`, pixels are computed only with
+sums, products, quotients and square roots, so every machine draws the same bytes.
 """
 
 from __future__ import annotations
@@ -117,19 +116,8 @@ def cells(part: str = "train") -> Cells:
 
 
 def draw(i: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw image i of the set.
-
-    Parameters
-    ----------
-    i : int
-        Number of the image.
-
-    Returns
-    -------
-    image : ndarray
-        Gray levels (64, 64), uint8.
-    instances : ndarray
-        Number of the cell at each pixel, or 0, (64, 64) int32.
+    """Draw image i: gray levels (64, 64) uint8, and the number of the cell at each pixel, or 0,
+    (64, 64) int32.
     """
     numbers = iter(keyed.uniform(SEED, "cells", 6 + _DRAWS * MAX_CELLS, sample=i))
 

@@ -29,25 +29,14 @@ PICKLED = ("data_batch_1", "test_batch", "batches.meta", "train", "test", "meta"
 
 
 class Kind(NamedTuple):
-    """Description of one of the two data sets.
+    """Description of one of the two data sets."""
 
-    Attributes
-    ----------
-    name : str
-        "CIFAR-10" or "CIFAR-100".
-    folder : str
-        Name of the folder in the downloaded archive.
-    train, test : tuple of str
-        Names of the files with training and test images.
-    labels : dict
-        {kind of label: (number of classes, file of class names)}, in the order of the label bytes
-        of a record.
-    """
-
-    name: str
-    folder: str
-    train: tuple[str, ...]
+    name: str  # "CIFAR-10" or "CIFAR-100"
+    folder: str  # name of the folder in the downloaded archive
+    train: tuple[str, ...]  # names of the files with training and test images
     test: tuple[str, ...]
+    # {kind of label: (number of classes, file of class names)}, in the order of the label bytes
+    # of a record.
     labels: dict[str, tuple[int, str]]
 
     @property
@@ -79,18 +68,8 @@ def find_files(
 ) -> tuple[str, Kind, dict[str, list[str]]] | None:
     """Find CIFAR's binary files in a folder, or in the sub-folder that the archive contains.
 
-    Parameters
-    ----------
-    folder : str
-        Folder to search.
-    part : {"train", "test"}, optional
-        Part that must exist. By default, either part suffices.
-
-    Returns
-    -------
-    tuple or None
-        The folder of the files, the Kind of the data set, and {part: existing paths}. None if there
-        are no files.
+    Return the folder of the files, the Kind and {part: existing paths}, or None if there are no
+    files. `part` must exist; by default, either part suffices.
     """
     for kind in KINDS:
         for root in (folder, os.path.join(folder, kind.folder)):
@@ -193,10 +172,7 @@ def cifar_folder(
 def read_records(path: str, kind: Kind) -> np.ndarray:
     """Read the records of a file as uint8 (n, number of labels + 3072).
 
-    Raises
-    ------
-    UserError
-        If the file is truncated, or if a label is not below the number of classes.
+    Raises UserError if the file is truncated, or if a label is not below the number of classes.
     """
     try:
         with open_binary(path) as file:

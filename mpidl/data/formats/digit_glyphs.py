@@ -167,16 +167,9 @@ FACES = {
 
 
 def segments(face: Face, digit: int) -> np.ndarray:
-    """Convert the glyph of a digit to line segments.
+    """Convert the glyph of a digit to n line segments, float64 (n, 2, 2), pairs of points (x, y).
 
-    Returns
-    -------
-    ndarray
-        n pairs of points (x, y), float64 (n, 2, 2). The glyph is one unit high and not slanted. The
-        origin is the centre of its bounding box.
-
-    Notes
-    -----
+    The glyph is one unit high and not slanted, and the origin is the centre of its bounding box.
     The computation uses only float64 sums, products and quotients, so every machine computes the
     same bits.
     """

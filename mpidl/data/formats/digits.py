@@ -121,19 +121,9 @@ def digit_angles() -> np.ndarray:
 
 
 def draw() -> tuple[np.ndarray, np.ndarray]:
-    """Draw the images of the set.
+    """Draw the images, uint8 (10000, 28, 28), sorted by class, and their labels, int64 (10000,).
 
-    Returns
-    -------
-    images : ndarray
-        Gray levels, uint8 (10000, 28, 28), sorted by class.
-    labels : ndarray
-        Labels, int64 (10000,).
-
-    Warns
-    -----
-    UserWarning
-        If the digest of the bytes differs from SHA256.
+    Warns if the digest of the bytes differs from SHA256.
     """
     images = np.empty((CLASSES * PER_CLASS, SIZE, SIZE), np.uint8)
     labels = np.repeat(np.arange(CLASSES, dtype=np.int64), PER_CLASS)
@@ -259,10 +249,7 @@ def _unseen(folder, host):
 def _open_part(text: str, part: str, world: World, options: OpenOptions) -> Digits:
     """Open the set for `--data digits`.
 
-    Raises
-    ------
-    UserError
-        If the classes of the training set are not the ten digits.
+    Raises UserError if the classes of the training set are not the ten digits.
     """
     store = digits(world)
     if options.classes is not None and list(options.classes) != store.classes:

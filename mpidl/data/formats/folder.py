@@ -105,16 +105,10 @@ def list_images(
 ) -> tuple[Any, ...]:
     """List the images of a folder and derive their labels.
 
-    Returns
-    -------
-    tuple
-        Relative paths; sizes in bytes; times of the last change in nanoseconds; labels or None;
-        class names; shape of the first image; reason for missing labels, or None.
-
-    Raises
-    ------
-    UserError
-        If there are no images, or if `labelled` is True and the labels cannot be determined.
+    Raises UserError if there are no images, or if `labelled` is True and the labels cannot be
+    determined. The results are relative paths; sizes in bytes; times of the last change in
+    nanoseconds; labels or None; class names; shape of the first image; reason for missing labels,
+    or None.
     """
     needs = f"expected sub-folders named by class, with {', '.join(SUFFIXES)} files in them"
     check_folder(folder)
@@ -166,19 +160,9 @@ def images_below(
 ) -> Iterator[tuple[str, Stamp]]:
     """Yield (relative path, Stamp) of each image file below a folder, in any order.
 
-    Parameters
-    ----------
-    folder : str
-        Folder to search.
-    prefix : str
-        Path of `folder` relative to the folder where the search started.
-    ancestors : tuple
-        (device, inode) of each folder that contains `folder`, to detect cycles of links.
-
-    Raises
-    ------
-    UserError
-        If a folder cannot be read, or a link leads to a missing file.
+    Raises UserError if a folder cannot be read, or a link leads to a missing file. `prefix` is the
+    path of `folder` relative to the folder where the search started, and `ancestors` are (device,
+    inode) of the folders that contain it, to detect cycles of links.
     """
     try:
         if not is_remote(folder):
@@ -245,12 +229,8 @@ def part_folders(folder: str) -> dict[str, str]:
 
     The folder must contain train/ and another sub-folder with one of the `PART_NAMES`. A class may
     also be called "train". Therefore, train/ must contain sub-folders but no images. The result is
-    {} for any other folder.
-
-    Raises
-    ------
-    UserError
-        If another sub-folder contains images, or if two sub-folders are the same part.
+    {} for any other folder. Raises UserError if another sub-folder contains images, or if two
+    sub-folders are the same part.
     """
     parts: dict[str, str] = {}
     other_names, repeated = [], []
@@ -293,10 +273,7 @@ def _has_only_folders(folder, name):
 def _is_split(path: str, head: bytes, option: str) -> bool:
     """Return whether a folder is divided into parts; see `part_folders`.
 
-    Raises
-    ------
-    UserError
-        If train/ is the only sub-folder and contains classes, or as in `part_folders`.
+    Raises UserError if train/ is the only sub-folder and contains classes, or as in `part_folders`.
     """
     if part_folders(path):
         return True

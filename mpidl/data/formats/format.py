@@ -23,24 +23,15 @@ PART_NAMES = {
 
 
 class OpenOptions(NamedTuple):
-    """Options for opening a training or test set.
+    """Options for opening a training or test set."""
 
-    Attributes
-    ----------
-    option : str
-        Command-line option that named the path, for messages.
-    classes : sequence of str or None
-        Class names of the training set, to which labels are mapped. If None, the class names in the
-        data are used.
-    labelled : bool
-        Whether labels are required.
-    preprocess : Preprocess
-        Conversion to apply to images during decoding. Formats that cannot do so ignore this option.
-    """
-
-    option: str = "--data"
+    option: str = "--data"  # command-line option that named the path, for messages
+    # Class names of the training set, to which labels are mapped. If None, the class names in
+    # the data are used.
     classes: Sequence[str] | None = None
-    labelled: bool = True
+    labelled: bool = True  # whether labels are required
+    # Conversion to apply to images during decoding. Formats that cannot do so ignore this
+    # option.
     preprocess: Preprocess = AS_IT_IS
 
 
@@ -50,38 +41,26 @@ def no_validation_data(path: str, world: World, options: OpenOptions) -> Datasto
 
 
 class Format(NamedTuple):
-    """A data format that `--data` and `--test-data` accept.
-
-    Attributes
-    ----------
-    name : str
-        Unique name of the format.
-    recognizes : callable
-        ``recognizes(path, head, option)`` returns whether the path has this format. `head` holds
-        the first `HEAD_BYTES` bytes of a file, and is empty for a folder. Called on rank 0 only.
-    open_data : callable
-        ``open_data(path, world, options)`` returns a tuple of the training set and the test set.
-        The test set is None if the data have no test set. Collective.
-    open_test_data : callable
-        ``open_test_data(path, world, options)`` returns one set for testing or prediction: the test
-        set, or else the validation set, or else all data. If `options.option` is
-        "--validation-data", the validation set comes first. Collective.
-    noun : str
-        Phrase that names a file of this format in messages, such as "an HDF5 file". If empty,
-        messages omit the format.
-    suffixes : tuple of str
-        File name suffixes of the training file and the test file in a folder.
-    open_validation_data : callable
-        ``open_validation_data(path, world, options)`` returns the validation set of the data, or
-        None if the data have no validation set. Collective.
-    """
+    """A data format that `--data` and `--test-data` accept."""
 
     name: str
+    # ``recognizes(path, head, option)`` returns whether the path has this format. `head` holds
+    # the first `HEAD_BYTES` bytes of a file, and is empty for a folder. Called on rank 0 only.
     recognizes: Callable[[str, bytes, str], bool]
+    # ``open_data(path, world, options)`` returns a tuple of the training set and the test set.
+    # The test set is None if the data have no test set. Collective.
     open_data: Callable[[str, World, OpenOptions], tuple[Datastore, Datastore | None]]
+    # ``open_test_data(path, world, options)`` returns one set for testing or prediction: the
+    # test set, or else the validation set, or else all data. If `options.option` is
+    # "--validation-data", the validation set comes first. Collective.
     open_test_data: Callable[[str, World, OpenOptions], Datastore]
+    # Phrase that names a file of this format in messages, such as "an HDF5 file". If empty,
+    # messages omit the format.
     noun: str = ""
+    # File name suffixes of the training file and the test file in a folder.
     suffixes: tuple[str, ...] = ()
+    # ``open_validation_data(path, world, options)`` returns the validation set of the data, or
+    # None if the data have no validation set. Collective.
     open_validation_data: Callable[[str, World, OpenOptions], Datastore | None] = no_validation_data
 
 
@@ -100,14 +79,8 @@ def format_of_parts(
 ) -> Format:
     """Make a Format in which one path contains both the training set and the test set.
 
-    Parameters
-    ----------
-    open_part : callable
-        ``open_part(path, part, world, options)`` opens one of the `PARTS`. Collective.
-    parts : callable
-        ``parts(path)`` lists the parts that exist. Called on rank 0 only.
-    name, recognizes, noun, suffixes
-        See the attributes of `Format`.
+    `open_part(path, part, world, options)` opens one of the `PARTS` (collective), and `parts(path)`
+    lists the parts that exist (on rank 0 only).
     """
 
     def open_data(path, world, options):
@@ -150,10 +123,7 @@ def agreed_format(
 def file_format(path: str, option: str, formats: Iterable[Format]) -> Format:
     """Return the first format that recognizes a file.
 
-    Raises
-    ------
-    UserError
-        If the file cannot be read, or if no format recognizes the file.
+    Raises UserError if the file cannot be read, or if no format recognizes the file.
     """
     formats = list(formats)
     try:

@@ -42,27 +42,13 @@ RATIO = 1032  # maximum compression ratio of deflate
 
 
 class Rows(NamedTuple):
-    """Description of a dataset that holds one row per image.
+    """Description of a dataset that holds one row per image."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the dataset in the file.
-    shape : tuple of int
-        Shape of each row that `read_rows` returns.
-    dtype : dtype
-        Type of the rows that `read_rows` returns.
-    layout : str or None
-        Layout of a dataset of images (a key of LAYOUTS). None for targets.
-    rows_per_read : int
-        Number of rows that are read at once.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    layout: str | None
-    rows_per_read: int
+    name: str  # name of the dataset in the file
+    shape: tuple[int, ...]  # shape of each row that `read_rows` returns
+    dtype: np.dtype  # type of the rows that `read_rows` returns
+    layout: str | None  # layout of a dataset of images (a key of LAYOUTS). None for targets
+    rows_per_read: int  # number of rows that are read at once
 
 
 class Contents(NamedTuple):
@@ -251,12 +237,8 @@ def failing(path: str | os.PathLike[str]) -> Iterator[None]:
 def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
     """Open an HDF5 file for reading without locking it, and yield the open file.
 
-    A helper process tests the file first, because a damaged file may crash the HDF5 library.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be opened or read.
+    A helper process tests the file first, because a damaged file may crash the HDF5 library. Raises
+    UserError if the file cannot be opened or read.
     """
     import h5py
 
@@ -287,11 +269,8 @@ def listed(file: h5py.Group) -> str:
 def dataset(file: h5py.File, name: str) -> h5py.Dataset:
     """Return the named dataset of an open file.
 
-    Raises
-    ------
-    UserError
-        If there is no such dataset, or if the dataset is incomplete, does not hold numbers, or
-        stores the numbers in another file.
+    Raises UserError if there is no such dataset, or if the dataset is incomplete, does not hold
+    numbers, or stores the numbers in another file.
     """
     import h5py
 
@@ -329,28 +308,9 @@ def dataset(file: h5py.File, name: str) -> h5py.Dataset:
 
 
 def layout_of(file: h5py.File, name: str, layout: Any = None) -> str:
-    """Determine the layout of a dataset of images.
-
-    Parameters
-    ----------
-    file : h5py.File
-        The open file.
-    name : str
-        Name of the dataset.
-    layout : str, optional
-        Layout chosen by the caller. By default, the attribute `layout` of the dataset or the file
-        gives the layout. If there is no such attribute, the only layout that gives 1 or 3 channels
-        is returned.
-
-    Returns
-    -------
-    str
-        A key of LAYOUTS.
-
-    Raises
-    ------
-    UserError
-        If the layout contradicts the number of dimensions, or two layouts are possible.
+    """Return the layout of a dataset of images, a key of LAYOUTS: the caller's, else the attribute
+    `layout` of the dataset or the file, else the only layout that gives 1 or 3 channels. Raises
+    UserError if the layout contradicts the number of dimensions, or two layouts are possible.
     """
     stored = dataset(file, name)
     source = f"{printable(file.filename)}: {name}"
@@ -385,10 +345,7 @@ def layout_of(file: h5py.File, name: str, layout: Any = None) -> str:
 def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
     """Return the Rows that describe a dataset of images, or of targets if `layout` is None.
 
-    Raises
-    ------
-    UserError
-        If the dataset is empty, its type is unsuitable, or its chunks are too large.
+    Raises UserError if the dataset is empty, its type is unsuitable, or its chunks are too large.
     """
     source = f"{printable(stored.file.filename)}: {name}"
     if not stored.ndim or (layout and not stored.size):
@@ -454,10 +411,7 @@ def read_rows(
 def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
     """Return the value of an attribute, or None if the attribute is missing.
 
-    Raises
-    ------
-    UserError
-        If the attribute is larger than 64 MiB.
+    Raises UserError if the attribute is larger than 64 MiB.
     """
     if name not in holder.attrs:
         return None

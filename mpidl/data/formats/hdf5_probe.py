@@ -1,15 +1,13 @@
 """Test HDF5 files in a helper process before the main process reads them.
 
-The HDF5 library trusts the structure of a file. With a damaged file, a library call may crash the
-process or never return. Exception handlers do not help in these cases. Therefore, a helper process
-runs this module and reads the attributes and the first, middle and last rows of all datasets. If
-the helper crashes, does not finish, or allocates more memory than the datasets need, the file is
-rejected.
-
-A process starts the helper when it opens its first HDF5 file. Usually, only rank 0 opens data sets,
-models and checkpoints. If all ranks of a host load the same model at the same time, only one of
-them starts a helper. The helper ends after `IDLE` seconds without work. It imports h5py and
-NumPy, but no module of mpidl.
+The HDF5 library trusts the structure of a file. With a damaged file, a call may crash the process
+or never return, and exception handlers do not help. Therefore, a helper process runs this module
+and reads the attributes and the first, middle and last rows of all datasets. If the helper crashes,
+does not finish, or allocates more memory than the datasets need, the file is rejected. A process
+starts the helper when it opens its first HDF5 file. Usually, only rank 0 opens data sets, models
+and checkpoints. If all ranks of a host load the same model at the same time, only one of them
+starts a helper. The helper ends after `IDLE` seconds without work. It imports h5py and NumPy, but
+no module of mpidl.
 """
 
 from __future__ import annotations
@@ -45,22 +43,10 @@ def problem_of(
 ) -> str | None:
     """Let the helper read an HDF5 file, and describe the problem if reading fails.
 
-    Parameters
-    ----------
-    path : path-like
-        The file.
-    stamp : hashable
-        A value that changes whenever the file changes.
-    stream : binary file, optional
-        Open file, if the file is not on a file system. This process sends its bytes to the helper.
-    is_shared : bool
-        Whether other ranks of this host may open the same file at the same time.
-
-    Returns
-    -------
-    str or None
-        Description of the problem. None if the helper can read the file, or if the helper cannot be
-        started.
+    The result is None if the helper can read the file, or cannot be started. `stamp` is a value
+    that changes whenever the file changes. If the file is not on a file system, this process sends
+    the bytes of `stream` to the helper. `is_shared` tells whether other ranks of this host may open
+    the same file at the same time.
     """
     key = os.path.abspath(path) if stream is None else os.fspath(path), stamp
     if key not in _problems:

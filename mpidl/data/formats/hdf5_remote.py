@@ -21,14 +21,7 @@ if TYPE_CHECKING:
 class RemoteRows:
     """The rows of a dataset in an object store, for one call of `hdf5.read_rows`.
 
-    Parameters
-    ----------
-    stored : h5py.Dataset
-        The dataset, in a file that was opened from `stream`.
-    indices : ndarray
-        Indices of the rows to read, int64 (n,).
-    stream : ByteStream
-        The open file.
+    `stored` is a dataset in a file that was opened from `stream`.
     """
 
     def __init__(self, stored: h5py.Dataset, indices: np.ndarray, stream: ByteStream):

@@ -32,35 +32,13 @@ def decode(
     out: np.ndarray | None = None,
     content: bytes | None = None,
 ) -> tuple[Any, Stamp | None]:
-    """Decode an image file.
+    """Decode a PNG, JPEG, BMP or TIFF file, or its `content`.
 
-    Parameters
-    ----------
-    path : path-like
-        A PNG, JPEG, BMP or TIFF file.
-    preprocess : Preprocess
-        Conversion to apply to the image.
-    expected : tuple of int, optional
-        Required shape (C, H, W) of the pixels. If None, an image is rejected if it has more pixels
-        than Pillow considers safe.
-    out : ndarray, optional
-        uint8 array of shape `expected` to write the pixels to.
-    content : bytes, optional
-        Content of the file. By default, the file is read.
-
-    Returns
-    -------
-    pixels : ndarray or tuple of int
-        Pixels, uint8 (1, H, W) or (3, H, W). If the shape in the file's header differs from
-        `expected`, nothing is decoded, and the shape in the header is returned instead.
-    stamp : Stamp or None
-        Size of the file and time of its last change. None if `content` was given.
-
-    Raises
-    ------
-    UserError
-        If the file is missing, damaged, or not a PNG, JPEG, BMP or TIFF image. The message names
-        the file.
+    Return pixels, uint8 (1, H, W) or (3, H, W), after `preprocess`, and the Stamp of the file, None
+    for `content`. If the shape in the header differs from `expected`, nothing is decoded, and the
+    shape is returned instead of pixels. Without `expected`, an image is rejected if it has more
+    pixels than Pillow considers safe. Pixels are written to `out` if it is given. Raises UserError,
+    which names the file, if it is missing, damaged, or of another format.
     """
     Image, JpegImageFile, UnidentifiedImageError = _pillow()
     try:
@@ -95,19 +73,9 @@ def decode(
 
 
 def read_file(path: str) -> tuple[bytes, Stamp]:
-    """Read the content of an image file without decoding it.
+    """Return the content and the Stamp of an image file without decoding it.
 
-    Returns
-    -------
-    content : bytes
-        Content of the file.
-    stamp : Stamp
-        Size of the file and time of its last change.
-
-    Raises
-    ------
-    UserError
-        If the file is missing, cannot be read, or has more than `MAX_BYTES` bytes.
+    Raises UserError if the file is missing, cannot be read, or has more than `MAX_BYTES` bytes.
     """
     try:
         return _content_of(path)
@@ -152,16 +120,9 @@ def _import_formats(Image):
 
 
 def check_image(content: bytes, name: str, shape: tuple[int, ...]) -> None:
-    """Check that the content of an image file can be decoded. Raise UserError if it cannot.
+    """Check that the content of an image file can be decoded.
 
-    Parameters
-    ----------
-    content : bytes
-        Content of the file.
-    name : str
-        Name of the image, for the message.
-    shape : tuple of int
-        Expected shape (C, H, W) of the image. A different shape is not an error.
+    Raise UserError if it cannot. A shape that differs from the expected one is not an error.
     """
     pixels, _ = decode(name, expected=shape, content=content)
     if isinstance(pixels, tuple):
@@ -203,14 +164,9 @@ def _is_gray(image):
 def pixels_of(image, preprocess=AS_IT_IS, out=None):
     """Preprocess a Pillow image, and return its pixels, uint8 (1, H, W) or (3, H, W).
 
-    If `out` is given, the result is written to it.
-
-    Raises
-    ------
-    UserError
-        If the Preprocess cannot be applied to an image of this size or colour.
-    ValueError
-        If the image has 32 bits per pixel.
+    If `out` is given, the result is written to it. Raises UserError if the Preprocess cannot be
+    applied to an image of this size or colour. Raises ValueError if the image has 32 bits per
+    pixel.
     """
     from PIL import Image
 

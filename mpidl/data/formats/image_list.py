@@ -143,14 +143,7 @@ def shape_error(
 ) -> str:
     """Return the error message for an image whose shape differs from the first image.
 
-    Parameters
-    ----------
-    path : str
-        Path of the image.
-    shape, expected_shape : tuple of int
-        Shape (C, H, W) of this image and of the first image.
-    first : str
-        Name of the first image.
+    `first` is the name of the first image.
     """
     expected, actual = (f"{h}x{w} {KINDS[c]}" for c, h, w in (expected_shape, shape))
     return (

@@ -211,10 +211,7 @@ def _numbers(values, selection):
 def version(path: str) -> str:
     """Read the version of a .mat file, "7.3" or "5", from the first 128 bytes of the file.
 
-    Raises
-    ------
-    UserError
-        If the file cannot be read, or if its header matches neither version.
+    Raises UserError if the file cannot be read, or if its header matches neither version.
     """
     try:
         with open_binary(path) as file:
@@ -251,24 +248,9 @@ def select_variables(
 ) -> Selection:
     """Select the variables that hold images, labels and class names in a file.
 
-    Parameters
-    ----------
-    path : str
-        Path of the file, used in messages.
-    variables : list of Variable
-        All variables of the file.
-    part : {"train", "test"}
-        Part to open, which determines the default names.
-    names : tuple
-        Names of the image variable and the label variable. None stands for the default names.
-    labelled : bool
-        Whether labels are required.
-
-    Raises
-    ------
-    UserError
-        If a variable is missing or has an unsuitable type or size, or if several variables are
-        suitable.
+    Raises UserError if a variable is missing or has an unsuitable type or size, or if several
+    variables are suitable. The part, "train" or "test", determines the default names of the
+    variables of images and labels, which None in `names` stands for. `path` is for messages.
     """
     source = printable(path)
     images = _find(path, variables, names[0]) if names[0] else _images(path, variables, part)

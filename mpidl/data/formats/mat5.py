@@ -60,10 +60,7 @@ def variables(path: str | os.PathLike) -> list[Variable]:
 def load(path: str | os.PathLike, numeric: Sequence[Variable]) -> dict[str, np.ndarray]:
     """Read numeric variables and return {name: array}.
 
-    Raises
-    ------
-    UserError
-        If the file is damaged, or has no variable with the given name, size and class.
+    Raises UserError if the file is damaged, or has no variable with the given name, size and class.
     """
     return {variable.name: _read(path, variable, _numbers) for variable in numeric}
 
@@ -71,10 +68,7 @@ def load(path: str | os.PathLike, numeric: Sequence[Variable]) -> dict[str, np.n
 def texts(path: str | os.PathLike, variable: Variable) -> list[str]:
     """Read a cell array of character vectors and return them as strings.
 
-    Raises
-    ------
-    UserError
-        If a cell is not a character array, or if the file is damaged.
+    Raises UserError if a cell is not a character array, or if the file is damaged.
     """
     return _read(path, variable, _texts)
 
@@ -145,12 +139,8 @@ def _variable(path, element):
 def _read(path, variable, read):
     """Call ``read(data, order)`` on the bytes of a variable and return the result.
 
-    `read` is `_numbers` or `_texts`.
-
-    Raises
-    ------
-    UserError
-        If the variable is missing, is too large for the file, or has a class that `read` rejects.
+    `read` is `_numbers` or `_texts`. Raises UserError if the variable is missing, is too large for
+    the file, or has a class that `read` rejects.
     """
     for element in _top(path):
         if _variable(path, element) != variable:
@@ -185,17 +175,8 @@ def _elements(data, order):
 
 
 def _matrix(data, order):
-    """Parse the first elements of a matrix: its flags, sizes and name.
-
-    Returns
-    -------
-    tuple
-        The Variable, and an iterator over the remaining elements.
-
-    Raises
-    ------
-    ValueError
-        If the bytes do not encode a matrix.
+    """Parse the flags, sizes and name of a matrix to a Variable, and return it with an iterator
+    over the remaining elements. Raises ValueError if the bytes do not encode a matrix.
     """
     elements = _elements(data, order)
     first = [bytes(value) for _, value in itertools.islice(elements, 3)]
@@ -234,10 +215,7 @@ def _numbers(data, order):
 def _texts(data, order):
     """Convert the bytes of a cell array to a list of strings.
 
-    Raises
-    ------
-    ValueError
-        If the bytes do not encode a cell array of character vectors.
+    Raises ValueError if the bytes do not encode a cell array of character vectors.
     """
     variable, cells = _matrix(data, order)
     if variable.kind != "cell":

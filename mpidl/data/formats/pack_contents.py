@@ -80,31 +80,20 @@ IMAGE_DTYPES, TARGET_DTYPES = ("uint8", "float32"), ("float32", "int32")
 
 
 class Contents(NamedTuple):
-    """Description of one part of a packed file. Rank 0 determines and broadcasts it.
-
-    Attributes
-    ----------
-    stamp : Stamp
-        Stamp of the packed file.
-    files, stamps : list
-        Paths and Stamps of the files that hold the rows.
-    image_shape : tuple of int
-        Shape (C, H, W) of the images, or of the first image if the images are encoded.
-    rows : dict
-        The Rows of "images" or "encoded". If there are targets, also the Rows of "targets".
-    names : tuple or None
-        File offset of the names, and an array with the end of each name relative to the offset.
-        None if the file has no names.
-    """
+    """Description of one part of a packed file. Rank 0 determines and broadcasts it."""
 
     stamp: Stamp
-    files: list[str]
+    files: list[str]  # paths and Stamps of the files that hold the rows
     stamps: list[Stamp]
     count: int
+    # Shape (C, H, W) of the images, or of the first image if the images are encoded.
     image_shape: tuple[int, ...]
+    # The Rows of "images" or "encoded". If there are targets, also the Rows of "targets".
     rows: dict[str, Rows]
     labels: np.ndarray | None
     classes: list[str]
+    # File offset of the names, and an array with the end of each name relative to the offset.
+    # None if the file has no names.
     names: tuple[int, np.ndarray] | None
     fingerprint: str
     files_fingerprint: str | None
@@ -235,11 +224,8 @@ def _chunk_count(first, count, step):
 def _shards(file, path):
     """Check the shards, and return their paths and Stamps.
 
-    Raises
-    ------
-    UserError
-        If the description of the shards is invalid, or if a shard is missing or belongs to another
-        set.
+    Raises UserError if the description of the shards is invalid, or if a shard is missing or
+    belongs to another set.
     """
     source = printable(path)
     sizes = hdf5.dataset(file, SHARD_SIZES)[()]
@@ -257,10 +243,7 @@ def _shards(file, path):
 def _sharded_rows(file, part, sizes):
     """Return the number of images of a part of a sharded set, and its Rows.
 
-    Raises
-    ------
-    UserError
-        If the description is invalid, or entries extend past the end of a shard.
+    Raises UserError if the description is invalid, or entries extend past the end of a shard.
     """
     source, group = f"{printable(file.filename)}: {part}", file[part]
     table = hdf5.dataset(file, f"{part}/shard_rows")[()]
@@ -332,10 +315,8 @@ def _preprocess(group, source):
 def _rows(file, part, name, now):
     """Return the Rows of "images", "encoded" or "targets" in a packed file without shards.
 
-    Raises
-    ------
-    UserError
-        If the dataset is not contiguous, has another type, or extends past the end of the file.
+    Raises UserError if the dataset is not contiguous, has another type, or extends past the end of
+    the file.
     """
     stored = hdf5.dataset(file, f"{part}/{name}")
     offset = stored.id.get_offset()

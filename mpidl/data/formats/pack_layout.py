@@ -27,26 +27,16 @@ MAX_SHARDS = 99_999
 
 
 class Rows(NamedTuple):
-    """The location of all entries of one kind, such as images or targets.
+    """The location of all entries of one kind, such as images or targets."""
 
-    Attributes
-    ----------
-    shape, dtype : tuple of int, dtype
-        Shape and type of an entry. An encoded image file has shape () and type uint8.
-    ends : ndarray or None
-        For encoded image files, the offset in bytes where each file ends if all files are
-        concatenated, int64 (n,). None if all entries have the same size.
-    first : ndarray
-        For each file, the number of its first image, int64 (files,).
-    starts : ndarray
-        For each file, the offset of the first image's entry, int64 (files,).
-    """
-
+    # Shape and type of an entry. An encoded image file has shape () and type uint8.
     shape: tuple[int, ...]
     dtype: np.dtype
+    # For encoded image files, the offset in bytes where each file ends if all files are
+    # concatenated, int64 (n,). None if all entries have the same size.
     ends: np.ndarray | None
-    first: np.ndarray
-    starts: np.ndarray
+    first: np.ndarray  # for each file, the number of its first image, int64 (files,)
+    starts: np.ndarray  # for each file, the offset of the first image's entry, int64 (files,)
 
     @property
     def nbytes(self) -> int:
@@ -68,16 +58,9 @@ class Rows(NamedTuple):
 
 
 def chunks(first: np.ndarray, count: int, chunk_images: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, stop) of each chunk, a run of images with one checksum.
+    """Yield (first, stop) of each chunk, a run of at most `chunk_images` images with one checksum.
 
-    Parameters
-    ----------
-    first : ndarray
-        For each file, the number of its first image. A chunk never spans two files.
-    count : int
-        Number of images.
-    chunk_images : int
-        Maximum number of images per chunk.
+    `first` has the number of the first image of each file. A chunk never spans two files.
     """
     edges = [*first.tolist(), count]
     for start, stop in zip(edges[:-1], edges[1:], strict=True):

@@ -64,15 +64,7 @@ class Source(NamedTuple):
 
 
 def source_of(store: Datastore, images: str) -> Source:
-    """Return the Source of a datastore; raise UserError if `images` does not apply to it.
-
-    Parameters
-    ----------
-    store : Datastore
-        The datastore.
-    images : {"decoded", "encoded"}
-        What to pack; see `packing.pack`.
-    """
+    """Return the Source of a datastore; raise UserError if `images` does not apply to it."""
     sizes, tables = None, dict[str, tuple[tuple[int, ...], np.dtype]]()
     if images == "encoded":
         sizes = store.encoded_sizes()
@@ -95,15 +87,7 @@ def source_of(store: Datastore, images: str) -> Source:
 
 
 def shard_count(sources: Mapping[str, Source], shards: int | None, shard_mb: float | None) -> int:
-    """Return the number of shards, or 0 if the packed file itself holds the images.
-
-    Parameters
-    ----------
-    sources : dict
-        The Source of each part.
-    shards, shard_mb
-        As for `packing.pack`.
-    """
+    """Return the number of shards, or 0 if the packed file itself holds the images."""
     if shards is not None and shard_mb is not None:
         raise UserError("--shards and --shard-mb: expected at most one of them")
     if shards is None and shard_mb is None:

@@ -151,21 +151,7 @@ def _plan(sources, images, shards):
 
 
 class _Target:
-    """The packed file being written, with its shards.
-
-    Parameters
-    ----------
-    path, part_path : str
-        Path of the complete file, and path of the unfinished file.
-    descriptor : int
-        File descriptor of the unfinished file.
-    sources : dict
-        The Source of each part.
-    plan : dict
-        The result of `_plan`.
-    shards : int
-        Number of shards, or 0 if the packed file itself holds the images.
-    """
+    """The packed file being written, with its shards."""
 
     def __init__(self, path, part_path, descriptor, sources, plan, shards):
         self.path, self.part_path, self.descriptor = path, part_path, descriptor

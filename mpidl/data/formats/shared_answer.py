@@ -21,21 +21,9 @@ POLL_SECONDS = 0.005
 
 
 def shared_answer(question: object, compute: Callable[[], str], patience: float) -> str:
-    """Return an answer that only one of several processes computes.
-
-    Parameters
-    ----------
-    question : object
-        The question. Its `repr` must be the same in all processes.
-    compute : callable
-        Function that returns the answer, a string that must not be empty.
-    patience : float
-        Longest time in seconds to wait for another process, which may be suspended.
-
-    Returns
-    -------
-    str
-        The answer.
+    """Return an answer, a string that must not be empty, that only one of several processes
+    computes. The `repr` of the question must be the same in all processes. `patience` is the
+    longest time in seconds to wait for another process, which may be suspended.
     """
     digest = hashlib.sha256(repr(question).encode("utf-8", "surrogateescape")).hexdigest()[:24]
     try:

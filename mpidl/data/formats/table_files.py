@@ -36,20 +36,10 @@ SEPARATORS = (";", "|")  # possible separators of the names in a cell of the col
 
 
 class LabelSets(NamedTuple):
-    """Sets of labels, one per image.
+    """Sets of labels, one per image."""
 
-    Attributes
-    ----------
-    labels : ndarray
-        Concatenated labels of all images, int64.
-    ends : ndarray
-        For each image, the end of its labels in `labels`, int64 (n,).
-    classes : int
-        Number of classes.
-    """
-
-    labels: np.ndarray
-    ends: np.ndarray
+    labels: np.ndarray  # concatenated labels of all images, int64
+    ends: np.ndarray  # for each image, the end of its labels in `labels`, int64 (n,)
     classes: int
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
@@ -61,56 +51,26 @@ class LabelSets(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a table that belong to one part.
+    """The rows of a table that belong to one part."""
 
-    Attributes
-    ----------
-    files : list of str
-        Paths of the image files, as written in the table.
-    stamps : list of Stamp
-        Stamp of each file.
-    labels : ndarray or None
-        Label of each image, int64 (n,). None if the table has no column `label`.
-    targets : ndarray, LabelSets or None
-        Targets: float32 (n,) from one column, float32 (n, R) from several columns, or sets of
-        labels. None if there are no targets.
-    classes : list of str
-        Class names of the labels, or of targets that are 0 or 1.
-    problem : str or None
-        Reason why labels or targets are missing. None if they exist, or if the table has no column
-        for them.
-    """
-
-    files: list[str]
+    files: list[str]  # paths of the image files, as written in the table
     stamps: list[Stamp]
+    # Label of each image, int64 (n,). None if the table has no column `label`.
     labels: np.ndarray | None
+    # Targets: float32 (n,) from one column, float32 (n, R) from several columns, or sets of
+    # labels. None if there are no targets.
     targets: np.ndarray | LabelSets | None
-    classes: list[str]
+    classes: list[str]  # class names of the labels, or of targets that are 0 or 1
+    # Reason why labels or targets are missing. None if they exist, or if the table has no
+    # column for them.
     problem: str | None
 
 
 class Table:
     """The cells of a table, with their line numbers for messages.
 
-    Parameters
-    ----------
-    path : str
-        Path or URL of the CSV file, UTF-8.
-
-    Attributes
-    ----------
-    columns : list of str
-        Names of the columns.
-    rows : list of list of str
-        Cells of each row.
-    lines : list of int
-        For each row, the line of the file in which the row ends, from 1.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be read, is not a CSV file in UTF-8, has no rows or no column `path`, or
-        if the number of cells in a row differs from the number of columns.
+    Raises UserError if the file cannot be read, is not a CSV file in UTF-8, has no rows or no
+    column `path`, or if the number of cells in a row differs from the number of columns.
     """
 
     def __init__(self, path: str):
@@ -119,6 +79,7 @@ class Table:
         reader = csv.reader(io.StringIO(text, newline=""), strict=True)
         self.columns: list[str] = []
         self.rows: list[list[str]] = []
+        # For each row, the line of the file in which the row ends, from 1.
         self.lines: list[int] = []
         try:
             for row in reader:
@@ -186,10 +147,7 @@ class Table:
     def parts(self) -> dict[str, list[int]]:
         """Return {part: row numbers} of the parts that exist, or {} without a column `split`.
 
-        Raises
-        ------
-        UserError
-            If a cell does not name a part.
+        Raises UserError if a cell does not name a part.
         """
         if SPLIT not in self.columns:
             return {}
@@ -213,22 +171,10 @@ class Table:
     ) -> Rows:
         """Check the image files of a part, and return the part's rows.
 
-        Parameters
-        ----------
-        part : str or None
-            One of `PARTS`, or None for all rows.
-        classes : sequence of str or None
-            Class names of the training set. None stands for the class names in the training rows.
-        labelled : bool
-            Whether labels or targets are required.
-        separator : str, optional
-            Separator of names in the column `labels`. By default, the separator in `SEPARATORS`
-            that occurs in the column.
-
-        Raises
-        ------
-        UserError
-            If the part has no rows, a file is missing, or a label or target is invalid.
+        Raises UserError if the part has no rows, a file is missing, or a label or target is
+        invalid. Without `classes` of the training set, the class names in the training rows are
+        used. `separator` is that of names in the column `labels`, by default the one in
+        `SEPARATORS` that occurs in the column.
         """
         parts = self.parts()
         numbers = parts.get(part or "", []) if parts and part else list(range(len(self.rows)))

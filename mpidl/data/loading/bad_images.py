@@ -16,15 +16,9 @@ CHUNK = 64  # number of images that `search` reads at a time
 
 
 class Unreadable(NamedTuple):
-    """Placeholder for a rank's share of a mini-batch that has unreadable images.
+    """Placeholder for a rank's share of a mini-batch that has unreadable images."""
 
-    Attributes
-    ----------
-    reasons : dict
-        {index of an unreadable image: error message}
-    """
-
-    reasons: dict[int, str]
+    reasons: dict[int, str]  # {index of an unreadable image: error message}
 
 
 class BadImages:
@@ -153,19 +147,10 @@ class BadImages:
 
 
 def unreadable(read: Callable[[np.ndarray], object], indices: np.ndarray) -> dict[int, str]:
-    """Read images together or, if that fails, one by one. Return {index: error message}.
+    """Read images together or, if that fails, one by one, and return {index: error message}.
 
-    Parameters
-    ----------
-    read : callable
-        ``read(indices)`` reads images, and raises UserError on failure.
-    indices : np.ndarray
-        Indices of the images.
-
-    Raises
-    ------
-    UserError
-        If reading all images in one call fails, although reading each image separately succeeds.
+    `read(indices)` raises UserError on failure. Raises UserError if reading all images in one call
+    fails, although reading each image separately succeeds.
     """
     try:
         read(indices)

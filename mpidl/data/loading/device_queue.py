@@ -22,23 +22,10 @@ UPLOADED = 64 << 20  # number of bytes of a data set that are read and uploaded 
 class DeviceQueue(MinibatchQueue):
     """A MinibatchQueue that delivers pairs (Feed, None) to a recorded training step.
 
-    A Feed holds the sample numbers of a mini-batch. If the data set is not resident, the Feed also
-    holds the pixels, and the labels or targets if there are any.
-
-    A smaller last mini-batch is divided among the ranks at the same block boundaries as a full
-    mini-batch, because a recorded step always reads the same blocks. `MinibatchQueue` documents the
-    parameters.
-
-    Attributes
-    ----------
-    resident : bool
-        Whether device memory holds the whole data set. A data set is resident if it fits in half
-        of the free memory, the host does not change pixels, and images that cannot be read are not
-        skipped. A caller may set this to False before `reader` is called, to save memory.
-    full_batch : Batch
-        This rank's Batch of a full mini-batch.
-    image_bytes : int
-        Size in bytes of an image with its label or target.
+    A Feed holds the sample numbers of a mini-batch. If the data set is not resident in device
+    memory, the Feed also holds the pixels, and the labels or targets. A smaller last mini-batch is
+    divided among the ranks at the same block boundaries as a full mini-batch, because a recorded
+    step always reads the same blocks.
     """
 
     def __init__(
@@ -52,6 +39,7 @@ class DeviceQueue(MinibatchQueue):
     ):
         super().__init__(datastore, batch_size, seed, world, shuffle, **options)
         p = self.pipeline
+        # Size in bytes of an image with its label or target.
         self.image_bytes = int(np.prod(p.read_shape)) * p.dtype.itemsize
         if p.labels_shape is not None:
             self.image_bytes += int(np.prod(p.labels_shape)) * p.labels_dtype.itemsize
@@ -59,7 +47,12 @@ class DeviceQueue(MinibatchQueue):
         # Pixels that the host computes may differ in each epoch, so they are always uploaded.
         # A resident data set would also need the pixels of skipped images.
         is_fixed = not p.changes_pixels and self.bad_images is None
+        # Whether device memory holds the whole data set. A data set is resident if it fits
+        # in half of the free memory, the host does not change pixels, and images that
+        # cannot be read are not skipped. A caller may set this to False before `reader` is
+        # called, to save memory.
         self.resident = len(datastore) * self.image_bytes <= room and is_fixed
+        # This rank's Batch of a full mini-batch.
         self.full_batch = share(
             self.batch_size, world, seed=seed, load=self.load, device=world.counts
         )
@@ -91,20 +84,10 @@ class DeviceQueue(MinibatchQueue):
 class Table:
     """An array in device memory with one entry per image: its pixels, or its label or target.
 
-    If the data set is resident, the array holds the entries of all images. Otherwise, the array
-    holds the entries of up to ROWS mini-batches in progress. The host then writes each mini-batch
-    of up to `size` images to pinned memory, and a second stream uploads this memory.
-
-    Parameters
-    ----------
-    device : Device
-        The GPU.
-    shape, dtype
-        Shape and type of an entry.
-    count : int or None
-        Number of images in the data set, or None if the data set is not resident.
-    size : int
-        Maximum number of images in this rank's share of a mini-batch.
+    If the data set is resident, the array holds the entries of all `count` images. Otherwise,
+    `count` is None, and the array holds the entries of up to ROWS mini-batches in progress. The
+    host then writes each share of up to `size` images to pinned memory, and a second stream uploads
+    this memory.
     """
 
     def __init__(
@@ -194,18 +177,8 @@ class Reader:
     def values(self, feed: Feed, row: int) -> dict[str, Any]:
         """Upload the pixels and labels of a Feed; return the keyword arguments of `Program.run`.
 
-        Parameters
-        ----------
-        feed : Feed
-            The mini-batch.
-        row : int
-            Index of the part of each Table to upload to, 0..ROWS-1. No unfinished training step may
-            read from this part.
-
-        Raises
-        ------
-        ValueError
-            If an op of the recorded training step rejects the labels.
+        `row` is the part of each Table to upload to, 0..ROWS-1, which no unfinished training step
+        may read. Raises ValueError if an op of the recorded training step rejects the labels.
         """
         count = len(feed.indices)
         numbers = {"samples": feed.indices}

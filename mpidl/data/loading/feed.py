@@ -16,45 +16,25 @@ from mpidl.data.loading.workers import Job
 
 
 class Feed(NamedTuple):
-    """This rank's share of a mini-batch in host memory.
-
-    Attributes
-    ----------
-    batch : Batch
-        The mini-batch.
-    indices : np.ndarray
-        Sample indices of this rank's images, (n,).
-    pixels, labels : np.ndarray or None
-        The result of `Pipeline.read`: (n, C, H, W) and (n, *labels_shape). Both are None if the
-        images are already on the device. `labels` is also None if the data set has no labels or
-        targets.
-    bounds : tuple of int or None
-        Smallest and largest label. None if there are no labels or the labels are floats.
-    moves : dict
-        The result of `Pipeline.moves`.
-    """
+    """This rank's share of a mini-batch in host memory."""
 
     batch: Batch
-    indices: np.ndarray
+    indices: np.ndarray  # sample indices of this rank's images, (n,)
+    # The result of `Pipeline.read`: (n, C, H, W) and (n, *labels_shape). Both are None if the
+    # images are already on the device. `labels` is also None if the data set has no labels or
+    # targets.
     pixels: np.ndarray | None
     labels: np.ndarray | None
+    # Smallest and largest label. None if there are no labels or the labels are floats.
     bounds: tuple[int, int] | None
-    moves: dict
+    moves: dict  # the result of `Pipeline.moves`
 
 
 class FeedBuilder:
-    """Builder of a Feed. Its Job has tasks that run in worker threads.
+    """Builder of a Feed.
 
-    Parameters
-    ----------
-    pipeline : Pipeline
-        Pipeline that reads the images.
-    batch : Batch
-        The mini-batch.
-    indices : np.ndarray
-        Sample indices of this rank's images.
-    read : bool
-        Whether to read pixels and labels; False if both are already on the device.
+    Its Job has tasks that run in worker threads. With `read` False, pixels and labels are already
+    on the device.
     """
 
     def __init__(self, pipeline: Pipeline, batch: Batch, indices: np.ndarray, read: bool = True):

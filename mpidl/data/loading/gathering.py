@@ -15,10 +15,7 @@ from mpidl.data.loading.pipeline import Pipeline
 class Gatherer:
     """Prepares mini-batches without first copying their images, if the images are in memory.
 
-    Parameters
-    ----------
-    pipeline : Pipeline
-        The steps that prepare the images. Its settings and its datastore may change.
+    The settings of the pipeline and its datastore may change.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -35,27 +32,11 @@ class Gatherer:
         lanes: np.ndarray,
         labels: np.ndarray | None,
     ) -> bool:
-        """Write the images and labels of a mini-batch, or return False.
-
-        Only the consumer's thread may call this method, because it uses the threads that compute.
-
-        Parameters
-        ----------
-        samples : ndarray
-            Sample numbers (n,), int64.
-        epoch, seed : int
-            Further keys of the random numbers.
-        lanes : ndarray
-            Memory for the normalized images, (blocks, C, P, Q, 16) float32.
-        labels : ndarray or None
-            Memory for the labels, (blocks, 16) int32. None if there are no labels.
-
-        Returns
-        -------
-        bool
-            False if the images are not in memory, or if more is to be done than to move and
-            normalize them. Also False if the data are invalid; `Pipeline.read` then raises the
-            error.
+        """Write the images of samples (n,) to `lanes` (blocks, C, P, Q, 16) float32, and their
+        labels to (blocks, 16) int32, or return False. The result is False if the images are not in
+        memory, or if more is to be done than to move and normalize them, or if the data are
+        invalid; `Pipeline.read` then raises the error. Only the consumer's thread may call this
+        method, because it uses the threads that compute.
         """
         images = self._memory_images()
         if images is None:

@@ -18,31 +18,11 @@ def once_per_node(
 ) -> tuple[np.ndarray, Any]:
     """Load images once per host, into memory that the ranks of the host share.
 
-    The function is collective. The first rank of each host loads the images. If rank 0's images
-    need more than half of the free shared memory, each rank loads its own copy instead.
-
-    Parameters
-    ----------
-    world : World or None
-        The ranks, or None if there is only this rank.
-    load : callable
-        Function that returns a tuple (images, rest). The images are uint8, or floats that are
-        converted to float32. `rest` is any other data, such as labels.
-    path : str
-        Path of the data, for messages.
-
-    Returns
-    -------
-    images : np.ndarray
-        The images, uint8 or float32.
-    rest
-        The second value that `load` returned on rank 0.
-
-    Raises
-    ------
-    UserError
-        If `load` raises UserError on any rank, or if two hosts load images of different shapes. All
-        ranks raise the error.
+    Collective. `load` returns (images, rest), and the result has rank 0's rest, such as labels.
+    Images are uint8, or floats that become float32. The first rank of each host loads them. If rank
+    0's images need more than half of the free shared memory, each rank loads its own copy instead.
+    All ranks raise UserError if `load` raises it on any rank, or if two hosts load images of
+    different shapes.
     """
 
     def load_pixels():

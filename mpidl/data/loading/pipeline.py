@@ -45,35 +45,11 @@ class SampleKeys(NamedTuple):
 class Pipeline:
     """The steps that read and prepare pixels and labels for mini-batches.
 
-    Parameters
-    ----------
-    datastore : Datastore
-        The images.
-    augmenter : Augmenter, optional
-        Random transformations of the images.
-    normalization : Normalization, optional
-        Normalization of the pixels, by default "rescale-zero-one".
-    crop : tuple of int, optional
-        Size (P, Q) of a window cut from the centre of each image. Ignored if there is an augmenter.
-    function, classes, ignore_label, mixing
-        The arguments of `MinibatchQueue` with the same names.
-
-    Attributes
-    ----------
-    image_shape, dtype
-        Shape (C, P, Q) and type of the images before normalization.
-    labels_shape, labels_dtype
-        Shape and type of each image's label or target. Both are None if there are no labels or
-        targets.
-
-    Raises
-    ------
-    UserError
-        If the crop is larger than the images, the statistics of the normalization do not match the
-        images, or the function returns an invalid result for image 0. The error is also raised if
-        images are augmented, and their targets are images or label maps of a different size.
-    TypeError
-        If `normalization` is not a Normalization.
+    `crop` is the size of a window cut from the centre of each image, unless there is an augmenter.
+    The other arguments are those of `MinibatchQueue`. Images have the shape (C, P, Q) before
+    normalization. Raises UserError if the crop is larger than the images, the statistics of the
+    normalization do not match the images, the function returns an invalid result for image 0, or
+    images are augmented whose targets are images or label maps of a different size.
     """
 
     def __init__(
@@ -91,7 +67,10 @@ class Pipeline:
         self.datastore, self.augmenter, self.function = datastore, augmenter, function
         self.classes, self.ignore_label = classes, ignore_label
         shape, self.dtype = tuple(datastore.image_shape), np.dtype(datastore.dtype)
+        # Shape (C, P, Q) and type of the images before normalization.
         self.image_shape: tuple[int, ...] = shape
+        # Shape and type of each image's label or target. Both are None if there are no
+        # labels or targets.
         self.labels_shape: tuple[int, ...] | None = None
         self.labels_dtype: np.dtype | None = None
         self.crop = crop if augmenter is None else None
@@ -163,15 +142,9 @@ class Pipeline:
         return math.prod(self.datastore.image_shape) * self.dtype.itemsize * LANES
 
     def needs_threads(self, blocks: int) -> bool:
-        """Return whether threads should prepare the mini-batches in advance.
-
-        If the images are in memory and only a few are copied, the work of a thread would delay the
-        kernels by more time than it saves.
-
-        Parameters
-        ----------
-        blocks : int
-            Number of blocks of 16 images in this rank's share of a mini-batch.
+        """Return whether threads should prepare the mini-batches in advance, for this number of
+        blocks in this rank's share. If the images are in memory and only a few are copied, the work
+        of a thread would delay the kernels by more time than it saves.
         """
         is_copy = self.datastore.in_memory and not self.changes_pixels
         return not is_copy or blocks * self._block_bytes > SPAN
@@ -189,14 +162,9 @@ class Pipeline:
             )
 
     def moves(self, indices: np.ndarray, epoch: int, seed: int) -> dict:
-        """Return keyword arguments for `Backend.images` that crop, mirror and shift images.
-
-        Returns
-        -------
-        dict
-            Some of the keys "size", "mirrored", "top", "left" and "fill". The dict is empty if
-            there is nothing to crop or move. It is also empty if `changes_pixels` is True, because
-            `read` then augments and crops the images.
+        """Return keyword arguments for `Backend.images` that crop, mirror and shift images: some of
+        "size", "mirrored", "top", "left" and "fill". The dict is empty if there is nothing to crop
+        or move, or if `changes_pixels` is True, because `read` then augments and crops the images.
         """
         if self.changes_pixels:
             return {}
@@ -228,29 +196,10 @@ class Pipeline:
     def read(
         self, samples: np.ndarray, epoch: int, seed: int
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Read images with their labels or targets.
-
-        Parameters
-        ----------
-        samples : np.ndarray
-            Sample numbers. Sample number s refers to image s % n of the n images in the datastore.
-            Random numbers depend on s.
-        epoch, seed : int
-            Further keys of the random numbers.
-
-        Returns
-        -------
-        pixels : np.ndarray
-            Pixels (n, C, H, W) of `dtype`, before the operations of `moves` and before
-            normalization.
-        labels : np.ndarray or None
-            Labels or targets (n, *labels_shape) of `labels_dtype`.
-
-        Raises
-        ------
-        UserError
-            If the data have a wrong shape or type, a NaN or infinity, or a label that is not below
-            the number of classes.
+        """Read images (n, C, H, W) with their labels or targets, before the operations of `moves`
+        and normalization. Sample number s refers to image s % n of the n images in the datastore,
+        and is with epoch and seed a key of the random numbers. Raises UserError if the data have a
+        wrong shape or type, a NaN or infinity, or a label that is not below the number of classes.
         """
         pixels, labels = self._read(samples, epoch, seed)
         if self.classes is not None and labels is not None:
@@ -268,13 +217,10 @@ class Pipeline:
     def read_or_find(
         self, samples: np.ndarray, epoch: int, seed: int, unreadable_images: dict[int, str] | None
     ) -> tuple[np.ndarray, np.ndarray | None] | None:
-        """Call `read`. If it fails and `unreadable_images` is a dict, find the unreadable images.
+        """Call `read`.
 
-        Returns
-        -------
-        tuple or None
-            The result of `read`. None if images are unreadable: {index: error message} is then
-            added to `unreadable_images`.
+        If it fails and `unreadable_images` is a dict, add {index: error message} to it and return
+        None.
         """
         if unreadable_images is None:
             return self.read(samples, epoch, seed)
@@ -385,13 +331,6 @@ def blocks_per_task(block_bytes: int, blocks: int, workers: int) -> int:
     """Return the number of blocks that one task reads.
 
     A task reads at least `SPAN` bytes to amortize its overhead, but at most one worker's share.
-
-    Parameters
-    ----------
-    block_bytes : int
-        Bytes of pixels per block.
-    blocks, workers : int
-        Number of blocks and number of threads of this rank.
     """
     share = blocks if workers == 1 else -(-blocks // workers)
     return max(1, min(share, -(-SPAN // max(block_bytes, 1))))

@@ -21,15 +21,10 @@ READER = "reader "  # prefix of the names of the threads' tracks in a timeline
 class Job:
     """The tasks that prepare one item.
 
-    A Job drops its reference to a task when the task starts, and to the result function when the
-    item is delivered. The consumer can therefore free the memory of the item.
-
-    Parameters
-    ----------
-    tasks : list of callables
-        Functions without arguments. Each function is called once, by any thread and in any order.
-    result : callable
-        Function that returns the item. The consumer's thread calls it after all tasks are done.
+    Each task is called once, by any thread and in any order. The consumer's thread calls `result`,
+    which returns the item, after all tasks are done. A Job drops its reference to a task when the
+    task starts, and to the result function when the item is delivered. The consumer can therefore
+    free the memory of the item.
     """
 
     __slots__ = ("tasks", "result")
@@ -58,20 +53,12 @@ def make_items(jobs: Iterable[Job]) -> Generator[Any]:
 
 
 def prefetch_items(jobs: Iterable[Job], prefetch: int, workers: int = 1) -> Generator[Any]:
-    """Generate the items of jobs in order. Threads run the tasks in advance.
+    """Generate the items of jobs in order.
 
-    If a task or the iterator of jobs fails, the error is raised when the item is requested. If
-    several tasks of a job fail, the error of the first task in the list is raised. The threads end
-    after the last item, or when the generator is closed.
-
-    Parameters
-    ----------
-    jobs : iterable of Job
-        The jobs. The consumer's thread iterates over them.
-    prefetch : int
-        Maximum number of items to prepare in advance.
-    workers : int
-        Number of threads. The threads start tasks in the order of the jobs.
+    The consumer's thread iterates over the jobs, and threads run their tasks in this order, up to
+    `prefetch` items in advance. If a task or the iterator of jobs fails, the error is raised when
+    the item is requested. If several tasks of a job fail, the error of the first task in the list
+    is raised. The threads end after the last item, or when the generator is closed.
     """
     iterator = iter(jobs)
     started: collections.deque[tuple[Any, list[Future]]] = collections.deque()

@@ -72,21 +72,10 @@ def write(path: str, content: bytes) -> None:
 
 
 def bring_over(path: str, size: int, copy: Callable[[int], None]) -> None:
-    """Copy a large object to the cache, unless the node already has a copy.
+    """Copy a large object of `size` bytes to the cache, unless the node already has a copy.
 
-    Parameters
-    ----------
-    path : str
-        Path of the copy. Other ranks that need the copy wait until one rank has written it.
-    size : int
-        Size of the object in bytes.
-    copy : callable
-        ``copy(descriptor)`` writes the object to an open file.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be written.
+    Other ranks that need the copy wait until one rank has written it with `copy(descriptor)`.
+    Raises UserError if the file cannot be written.
     """
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -15,12 +15,7 @@ MAX_OPEN = 256  # with more files, each call opens and closes the files that it 
 class FileSet:
     """A sequence of files whose bytes are read by file number and offset.
 
-    Parameters
-    ----------
-    paths : sequence of str
-        Paths or URLs. Each file is opened on first use.
-    stamps : sequence of Stamp
-        For each file, the Stamp that the file must have whenever it is read.
+    Each file is opened on first use, and must have its Stamp whenever it is read.
     """
 
     def __init__(self, paths: Sequence[str], stamps: Sequence[Stamp]):

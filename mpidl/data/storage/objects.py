@@ -63,12 +63,8 @@ class Fetch:
     def result(self) -> bytes:
         """Wait for the bytes and return them.
 
-        Raises
-        ------
-        UserError
-            If the object is missing, cannot be read, or has changed.
-        StorageFault
-            If the store does not answer in time.
+        Raises UserError if the object is missing, cannot be read, or has changed. Raises
+        StorageFault if the store does not answer in time.
         """
         if self._future is None:
             content = disk_cache.read(self._path, self.span.stamp.size)
@@ -133,14 +129,8 @@ class ReadAhead:
 class RemoteFile:
     """An object that is read by byte offset, with the methods of `files.RawFile`.
 
-    With `--cache-dir`, the first call of `check` copies the object to that folder, once per node.
-
-    Parameters
-    ----------
-    url : str
-        URL of the object.
-    expected : Stamp
-        Stamp that the object must have whenever it is read.
+    It must have the expected Stamp whenever it is read. With `--cache-dir`, the first call of
+    `check` copies the object to that folder, once per node.
     """
 
     def __init__(self, url: str, expected: Stamp):

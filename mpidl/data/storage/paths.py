@@ -129,12 +129,7 @@ def scan(folder: str) -> list[Entry] | list[os.DirEntry[str]]:
 def stamp_of(path: str) -> Stamp:
     """Return the Stamp of a file or an object.
 
-    Raises
-    ------
-    UserError
-        If the object does not exist.
-    OSError
-        If the path is not a regular file.
+    Raises UserError if the object does not exist. Raises OSError if the path is not a regular file.
     """
     if not is_remote(path):
         check_regular(status := os.stat(path))

@@ -47,15 +47,7 @@ class Template(NamedTuple):
 
 
 class BucketUrls:
-    """Signed URLs of the objects in one bucket.
-
-    Parameters
-    ----------
-    client : botocore client
-        Asynchronous S3 client.
-    bucket : str
-        Name of the bucket.
-    """
+    """Signed URLs of the objects in one bucket."""
 
     def __init__(self, client: Any, bucket: str):
         self._client, self._bucket = client, bucket
@@ -91,22 +83,10 @@ def _choose_version(signature_version, **_):
 
 
 def make_template(url: str, key: str, secret: str) -> Template | None:
-    """Return the Template of a bucket.
+    """Return the Template of a bucket, from a URL that the client signed for the object `key`.
 
-    Parameters
-    ----------
-    url : str
-        URL that the client signed.
-    key : str
-        Key of the object that the URL reads.
-    secret : str
-        Secret key of the credentials.
-
-    Returns
-    -------
-    Template or None
-        None if the template and the client would sign `key` differently, as in unsigned buckets and
-        in buckets with separate sessions. The client then signs each URL.
+    The result is None if the template and the client would sign `key` differently, as in unsigned
+    buckets and in buckets with separate sessions. The client then signs each URL.
     """
     address, _, query = url.partition("?")
     query = query.partition(SIGNATURE)[0]

@@ -16,25 +16,14 @@ RETRY_SECONDS = 120.0
 
 
 class Settings(NamedTuple):
-    """Settings of this process for access to object stores.
+    """Settings of this process for access to object stores."""
 
-    Attributes
-    ----------
-    endpoint_url : str or None
-        URL of an S3-compatible store. With None, the environment variable AWS_ENDPOINT_URL applies,
-        or Amazon's URL if it is not set.
-    requests : int
-        Maximum number of concurrent requests of this rank.
-    cache_dir : str or None
-        Local folder that caches the bytes of objects. None for no cache.
-    retry_seconds : float
-        Time in seconds for which a failing request is repeated.
-    """
-
+    # URL of an S3-compatible store. With None, the environment variable AWS_ENDPOINT_URL
+    # applies, or Amazon's URL if it is not set.
     endpoint_url: str | None = None
-    requests: int = REQUESTS
-    cache_dir: str | None = None
-    retry_seconds: float = RETRY_SECONDS
+    requests: int = REQUESTS  # maximum number of concurrent requests of this rank
+    cache_dir: str | None = None  # local folder that caches the bytes of objects. None for no cache
+    retry_seconds: float = RETRY_SECONDS  # time in seconds for which a failing request is repeated
 
 
 _settings = Settings()
@@ -114,14 +103,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 def check_url(url: str, option: str) -> None:
     """Raise UserError if a URL contains credentials, or if it consists only of a protocol.
 
-    The message does not repeat credentials.
-
-    Parameters
-    ----------
-    url : str
-        The URL. Local paths are accepted.
-    option : str
-        Command-line option that named the URL, for the message.
+    The message does not repeat credentials. Local paths are accepted. `option` named the URL.
     """
     match = URL.match(url)
     if match is None:
@@ -144,14 +126,7 @@ def check_url(url: str, option: str) -> None:
 def refuse_remote(path: str | None, option: str, kind: str) -> None:
     """Raise UserError if a path for results is remote.
 
-    Parameters
-    ----------
-    path : str or None
-        The path, or None.
-    option : str
-        Command-line option that named the path.
-    kind : str
-        "a folder" or "a file", for the message.
+    `kind` is "a folder" or "a file", for the message.
     """
     if path is not None and is_remote(path):
         check_url(path, option)

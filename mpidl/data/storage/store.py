@@ -269,10 +269,7 @@ async def _http_client(**options):
 def _filesystem(protocol, configuration):
     """Return fsspec's asynchronous file system for a protocol.
 
-    Raises
-    ------
-    UserError
-        If fsspec does not know the protocol, or if a required package is missing.
+    Raises UserError if fsspec does not know the protocol, or if a required package is missing.
     """
     try:
         import fsspec

@@ -307,10 +307,7 @@ def _range(name, value, symmetric=False):
 def checked_size(name: str, value: Any) -> tuple[int, int]:
     """Return a size as (height, width) of at least 1.
 
-    Raises
-    ------
-    UserError
-        If the value is not such a size. The message contains the argument's `name`.
+    Raises UserError if the value is not such a size. The message contains the argument's `name`.
     """
     try:
         height, width = (int(n) for n in value)

@@ -12,25 +12,9 @@ _TERMS = 11  # terms of the sine and cosine series; up to 45 degrees, more terms
 
 
 def uniforms(seed: int, purpose: str, count: int, epoch: int, indices: np.ndarray) -> np.ndarray:
-    """Return `count` numbers in [0, 1) for each sample.
+    """Return `count` numbers in [0, 1) for each sample, float64 (count, n).
 
-    Parameters
-    ----------
-    seed : int
-        Seed of the run.
-    purpose : str
-        Name of the use of the numbers. The name is one of the keys.
-    count : int
-        Numbers per sample.
-    epoch : int
-        Epoch, one of the keys.
-    indices : ndarray
-        Numbers of the samples, (n,).
-
-    Returns
-    -------
-    ndarray
-        Numbers (count, n), float64.
+    The keys are the seed, the purpose, the epoch and the numbers of the samples.
     """
     words = backends.of_type(np.float32).keyed_words(seed, purpose, count, epoch, indices)
     return ((words >> np.uint64(11)) * 2.0**-53).T
@@ -41,16 +25,6 @@ def power(base: np.ndarray | float, exponent: np.ndarray | float) -> np.ndarray:
 
     The result is a product of repeated squares and square roots of the base, so its bits do not
     depend on the C library. The exponent is rounded down to a multiple of 2**-40.
-
-    Parameters
-    ----------
-    base, exponent : ndarray or float
-        Numbers or arrays that NumPy can broadcast.
-
-    Returns
-    -------
-    ndarray
-        Powers, float64.
     """
     base, exponent = np.broadcast_arrays(np.float64(base), np.float64(exponent))
     integer = np.floor(exponent)
@@ -82,29 +56,12 @@ def boxes(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Draw rectangles of random area, aspect ratio and position inside images.
-
-    Each image has several attempts. The first rectangle that fits into the image is used, as in
-    torchvision.
-
-    Parameters
-    ----------
-    u : ndarray
-        Uniform numbers in [0, 1), (4 * attempts, n). Each attempt uses four of these numbers, in
-        the order area, aspect, top and left.
-    shape : (int, int)
-        Height and width of the images.
-    area : (float, float)
-        Range of the area as a fraction of the image's area. The area is uniform.
-    aspect : (float, float)
-        Range of width / height. The logarithm of this ratio is uniform.
-
-    Returns
-    -------
-    top, left, height, width : ndarray
-        Whole pixels, (n,) int64.
-    fits : ndarray
-        Whether an attempt fitted into the image, (n,) bool. If not, the other results are 0.
+    """Draw rectangles of random area, aspect ratio and position inside images of height and width
+    `shape`. The area is uniform in a range of fractions of the image's area, and the logarithm of
+    the aspect ratio (width / height) is uniform. Each image has several attempts, each with four of
+    the uniform numbers `u` (4 * attempts, n): area, aspect, top and left. The first rectangle that
+    fits into the image is used, as in torchvision. Returns top, left, height and width, int64 (n,),
+    and whether an attempt fitted; if not, they are 0.
     """
     rows, columns = shape
     n = u.shape[1]

@@ -20,25 +20,9 @@ def rectangles(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> np.ndarray:
-    """Draw the rectangle to erase in each image.
+    """Draw the rectangle to erase in each image, (top, left, height, width) in int64 (n, 4).
 
-    Parameters
-    ----------
-    seed, epoch : int
-        Seed and epoch.
-    indices : ndarray
-        Numbers of the samples, (n,).
-    shape : (int, int)
-        Height and width of the images.
-    probability : float
-        Probability that a rectangle is erased from an image.
-    area, aspect : (float, float)
-        Ranges of the rectangle's area and aspect ratio, as in `draws.boxes`.
-
-    Returns
-    -------
-    ndarray
-        (top, left, height, width) for each image, (n, 4) int64. All are zero if nothing is erased.
+    It is all zero if nothing is erased. Ranges of area and aspect ratio are those of `draws.boxes`.
     """
     u = draws.uniforms(seed, PURPOSE, 1 + 4 * ATTEMPTS, epoch, indices)
     *box, fits = draws.boxes(u[1:], shape, area, aspect)
@@ -53,24 +37,9 @@ def erase(
     epoch: int,
     indices: np.ndarray,
 ) -> np.ndarray:
-    """Return a copy of images with the rectangles replaced by a value or by noise.
-
-    Parameters
-    ----------
-    images : ndarray
-        Images (n, C, H, W), uint8 or float32.
-    rectangles : ndarray
-        (top, left, height, width) for each image, (n, 4).
-    value : ndarray or None
-        Values (C,). With None, the replacement is uniform noise: 0 to 255 for uint8, [0, 1) for
-        floats.
-    seed, epoch, indices
-        Keys of the noise, as in `rectangles`.
-
-    Returns
-    -------
-    ndarray
-        The new images.
+    """Return a copy of images (n, C, H, W) with the rectangles (n, 4) replaced by a value (C,) or
+    by uniform noise. Noise is 0 to 255 for uint8, and [0, 1) for floats, with the same keys as
+    `rectangles`.
     """
     images = images.copy()
     n, channels = images.shape[:2]

@@ -28,23 +28,8 @@ def moved_shape(datastore: Datastore, image_shape: tuple[int, ...]) -> tuple[int
 def nearest_warp(
     labels: np.ndarray, maps: np.ndarray, size: Sequence[int], fill: np.ndarray
 ) -> np.ndarray:
-    """Transform label maps like `Backend.warp` transforms images, but with the nearest pixel.
-
-    Parameters
-    ----------
-    labels : ndarray
-        Labels (n, C, H, W).
-    maps : ndarray
-        Affine map of each image, (n, 6), as for `Backend.warp`.
-    size : (int, int)
-        Height and width of the result.
-    fill : ndarray
-        Label of pixels outside the image, per channel (C,).
-
-    Returns
-    -------
-    ndarray
-        Labels (n, C, *size).
+    """Transform label maps (n, C, H, W) like `Backend.warp` transforms images, but with the nearest
+    pixel. `fill` (C,) is the label of pixels outside the image.
     """
     (n, channels, height, width), (p, q) = labels.shape, size
     out = np.empty((n, channels, p, q), labels.dtype)

@@ -11,44 +11,21 @@ _UNIT = 65536  # gray values are summed as whole multiples of 1 / _UNIT, so the 
 
 
 class ColourChange(NamedTuple):
-    """Colour changes of n images, as float64 arrays (n,).
+    """Colour changes of n images, as float64 arrays (n,)."""
 
-    Attributes
-    ----------
-    brightness, contrast, saturation : ndarray
-        Factors. A factor of 1 changes nothing.
-    hue : ndarray
-        Rotation of the colour wheel as a fraction of a turn. 0 changes nothing.
-    """
-
-    brightness: np.ndarray
+    brightness: np.ndarray  # factors. A factor of 1 changes nothing
     contrast: np.ndarray
     saturation: np.ndarray
-    hue: np.ndarray
+    hue: np.ndarray  # rotation of the colour wheel as a fraction of a turn. 0 changes nothing
 
 
 def jittered(images: np.ndarray, change: ColourChange) -> np.ndarray:
-    """Change brightness, contrast, saturation and hue of images, in this order.
+    """Change brightness, contrast, saturation and hue of images (n, 1 or 3, H, W), in this order.
 
-    Parameters
-    ----------
-    images : ndarray
-        Images (n, C, H, W) with C = 1 or 3 and values from 0 to 255 (uint8) or 0 to 1 (float32).
-        For C = 1, saturation and hue have no effect.
-    change : ColourChange
-        The changes of each image.
-
-    Returns
-    -------
-    ndarray
-        Images of the same shape and type.
-
-    Notes
-    -----
     Brightness multiplies the values. Contrast multiplies the differences from the image's mean gray
     value. Saturation multiplies the differences from the pixel's gray value. Hue rotates the HSV
-    colour wheel. After each change, the values are clipped to the range from 0 to 1. torchvision's
-    `ColorJitter` makes the same changes, but in a random order.
+    colour wheel. After each change, the values are clipped to the range 0 to 255 (uint8) or 0 to 1
+    (float32). torchvision's `ColorJitter` makes the same changes, but in a random order.
     """
     is_bytes = images.dtype == np.uint8
     x = images.astype(np.float32)

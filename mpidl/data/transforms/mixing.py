@@ -18,22 +18,14 @@ LOWEST, HIGHEST = 0.05, 10.0  # range of alpha; 0 is also valid
 
 
 class MixPlan(NamedTuple):
-    """A plan that tells how to combine the n images of a block.
+    """A plan that tells how to combine the n images of a block."""
 
-    Attributes
-    ----------
-    partners : ndarray
-        For each image, the position of the other image in the block, (n,) int64.
-    weights : ndarray
-        Weight of the image's label, (n,) float64. The weight of the partner's label is 1 minus this
-        weight.
-    boxes : ndarray
-        (top, left, height, width) of the rectangle that comes from the partner, (n, 4) int64. All
-        are zero if all pixels are averaged with the weight.
-    """
-
-    partners: np.ndarray
+    partners: np.ndarray  # for each image, the position of the other image in the block, (n,) int64
+    # Weight of the image's label, (n,) float64. The weight of the partner's label is 1 minus
+    # this weight.
     weights: np.ndarray
+    # (top, left, height, width) of the rectangle that comes from the partner, (n, 4) int64. All
+    # are zero if all pixels are averaged with the weight.
     boxes: np.ndarray
 
 
@@ -184,24 +176,10 @@ class Mixing:
 
 
 def beta(alpha: float, u: np.ndarray) -> np.ndarray:
-    """Return numbers with the distribution Beta(alpha, alpha).
-
-    Parameters
-    ----------
-    alpha : float
-        Parameter of the distribution, above 0.
-    u : ndarray
-        Uniform numbers in [0, 1), (2 * attempts, n).
-
-    Returns
-    -------
-    ndarray
-        Numbers (n,) from 0 to 1. A number is 1/2 if no attempt succeeded.
-
-    Notes
-    -----
-    The method is Jöhnk's for alpha below 1, and rejection from the uniform distribution otherwise.
-    The bits of the result do not depend on the C library.
+    """Return numbers (n,) with the distribution Beta(alpha, alpha), from uniform numbers (2 *
+    attempts, n) in [0, 1). A number is 1/2 if no attempt succeeded. The method is Jöhnk's for alpha
+    below 1, and rejection from the uniform distribution otherwise. The bits of the result do not
+    depend on the C library.
     """
     result, is_missing = np.full(u.shape[1], 0.5), np.ones(u.shape[1], bool)
     for first, second in u.reshape(-1, 2, u.shape[1]):

@@ -161,14 +161,9 @@ class Normalization:
 
 @dataclass(frozen=True, eq=False)
 class Unknown(Normalization):
-    """The normalization of a network whose file does not describe it. Every use raises UserError.
+    """The normalization of a network whose file does not describe it.
 
-    Files store it by its name, without arrays.
-
-    Attributes
-    ----------
-    reason : str
-        The file, and what is missing in it.
+    Every use raises UserError. Files store it by its name, without arrays.
     """
 
     name: str = "unknown"
@@ -201,19 +196,8 @@ class Unknown(Normalization):
 def read(name: str, arrays: dict[str, np.ndarray], channels: int) -> Normalization:
     """Restore a Normalization from its name and the arrays read from a file.
 
-    Parameters
-    ----------
-    name : str
-        Name of the normalization.
-    arrays : dict
-        The result of `Normalization.arrays`.
-    channels : int
-        Number of channels of the images.
-
-    Raises
-    ------
-    ValueError
-        If the name is unknown, or the arrays are missing or invalid.
+    Raises ValueError if the name is unknown, or the arrays are missing or invalid. `arrays` is the
+    result of `Normalization.arrays`.
     """
     if name == Unknown.name:
         return Unknown(reason="the file does not say how to normalize the images")
@@ -236,21 +220,10 @@ def is_numbers(name: object) -> bool:
 
 
 def fixed(name: str, channels: int) -> Normalization:
-    """Return a normalization that does not depend on a training set.
-
-    Parameters
-    ----------
-    name : str
-        "none", "rescale-zero-one", "rescale-symmetric" (for 8-bit pixels), "imagenet", "caffe", or
-        MEAN/STD of pixels from 0 to 1, such as "0.1307/0.3081" or
-        "0.485,0.456,0.406/0.229,0.224,0.225".
-    channels : int
-        Number of channels of the images.
-
-    Raises
-    ------
-    UserError
-        If the name is unknown or depends on a training set, or if the numbers are invalid.
+    """Return a normalization that does not depend on a training set: "none", "rescale-zero-one",
+    "rescale-symmetric" (for 8-bit pixels), "imagenet", "caffe", or MEAN/STD of pixels from 0 to 1,
+    such as "0.1307/0.3081" or "0.485,0.456,0.406/0.229,0.224,0.225". Raises UserError if the name
+    is unknown or depends on a training set, or if the numbers are invalid.
     """
     if name == USUAL:
         return Normalization()
@@ -362,25 +335,13 @@ def no_normalization(channels: int) -> Normalization:
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Statistics of the images of a set.
-
-    Attributes
-    ----------
-    count : int
-        Number of images.
-    mean_image : np.ndarray
-        Mean of each pixel over all images, float64 (C, H, W).
-    mean, variance : np.ndarray
-        Mean and variance of each channel over all images and pixels, float64 (C,).
-    low, high : np.ndarray
-        Smallest and largest value of each channel, (C,).
-    """
+    """Statistics of the images of a set."""
 
     count: int
-    mean_image: np.ndarray
-    mean: np.ndarray
+    mean_image: np.ndarray  # mean of each pixel over all images, float64 (C, H, W)
+    mean: np.ndarray  # mean and variance of each channel over all images and pixels, float64 (C,)
     variance: np.ndarray
-    low: np.ndarray
+    low: np.ndarray  # smallest and largest value of each channel, (C,)
     high: np.ndarray
 
 

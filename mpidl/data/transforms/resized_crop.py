@@ -18,26 +18,11 @@ def windows(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> np.ndarray:
-    """Draw a random window for each image.
+    """Draw a random window for each image, (top, left, height, width) in int64 (n, 4).
 
-    Each image has several attempts. If no attempt fits into the image, the window is the largest
-    centred window with an aspect ratio in the range.
-
-    Parameters
-    ----------
-    seed, epoch : int
-        Seed and epoch.
-    indices : ndarray
-        Numbers of the samples, (n,).
-    shape : (int, int)
-        Height and width of the images.
-    area, aspect : (float, float)
-        Ranges of the window's area and aspect ratio, as in `draws.boxes`.
-
-    Returns
-    -------
-    ndarray
-        (top, left, height, width) for each image, (n, 4) int64.
+    Each image has several attempts, with the ranges of area and aspect ratio of `draws.boxes`. If
+    no attempt fits into the image, the window is the largest centred window with an aspect ratio in
+    the range.
     """
     rows, columns = shape
     u = draws.uniforms(seed, PURPOSE, 4 * ATTEMPTS, epoch, indices)
@@ -52,24 +37,10 @@ def windows(
 def resized(
     images: np.ndarray, windows: np.ndarray, size: tuple[int, int], nearest: bool = False
 ) -> np.ndarray:
-    """Cut a window from each image and resize it.
+    """Cut a window from each image (n, C, H, W) and resize it to (n, C, *size).
 
-    Parameters
-    ----------
-    images : ndarray
-        Images (n, C, H, W) of type uint8 or float32, or of any type if `nearest` is True.
-    windows : ndarray
-        (top, left, height, width) for each image, (n, 4).
-    size : (int, int)
-        Height and width of the results.
-    nearest : bool
-        Whether each pixel of the result is the nearest pixel of the window, as labels require.
-        Otherwise, Pillow's bilinear filter averages all window pixels that a result pixel covers.
-
-    Returns
-    -------
-    ndarray
-        Images (n, C, *size) of the same type.
+    With `nearest`, each pixel of the result is the nearest pixel of the window, as labels require.
+    Otherwise, Pillow's bilinear filter averages all window pixels that a result pixel covers.
     """
     from PIL import Image
 

@@ -230,15 +230,11 @@ class Layer(CountsChanges):
 
 
 def glorot_uniform(fan_in: int, fan_out: int) -> Initial:
-    """Return a function that draws initial weights from a uniform distribution.
+    """Return a function that draws initial weights between ±sqrt(6 / (fan_in + fan_out)).
 
-    The distribution ranges from -sqrt(6 / (fan_in + fan_out)) to sqrt(6 / (fan_in + fan_out)). The
-    weights depend only on the seed, and on the name and shape of the learnable.
-
-    Notes
-    -----
-    The range is equation 16 of Glorot and Bengio, "Understanding the difficulty of training deep
-    feedforward neural networks", 2010.
+    The weights depend only on the seed, and on the name and shape of the learnable. The range is
+    equation 16 of Glorot and Bengio, "Understanding the difficulty of training deep feedforward
+    neural networks", 2010.
     """
     bound = np.sqrt(6.0 / (fan_in + fan_out))
 

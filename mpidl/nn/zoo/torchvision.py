@@ -1,14 +1,11 @@
 """Networks from the package torchvision, with the same shapes and corresponding layer names.
 
-The name of a layer is the name of torchvision's module with "_" instead of ".". For example,
-"layer1_0_conv1" corresponds to "layer1.0.conv1". `dl.load_weights(..., names="torchvision")` can
-therefore load torchvision's published weights. These weights expect RGB images with the
-normalization "imagenet".
-
-For image sizes other than 224x224, torchvision pools the feature map adaptively to a fixed size
-before the fully connected layers. In this module, the fully connected layers read the whole feature
-map, so the shape of their weights depends on the image size. Initial weights are Glorot uniform,
-and biases are zero.
+The name of a layer is the name of torchvision's module with "_" instead of ".", so
+`dl.load_weights(..., names="torchvision")` can load torchvision's published weights, which expect
+RGB images with the normalization "imagenet". For image sizes other than 224x224, torchvision pools
+the feature map adaptively to a fixed size before the fully connected layers. Here, these layers
+read the whole feature map, so the shape of their weights depends on the image size. Initial weights
+are Glorot uniform, and biases are zero.
 """
 
 from __future__ import annotations
@@ -165,15 +162,9 @@ def _residual_block(
 ) -> list[Layer]:
     """Return the layers of a residual block.
 
-    Parameters
-    ----------
-    prefix
-        Prefix of the names of the layers.
-    before, channels
-        Name of the layer that the block reads, and number of channels of its output.
-    convolutions
-        Size, filters and stride of each convolution. If the input and output shapes of the block
-        differ, a 1x1 convolution projects the input to the output shape.
+    The block reads the layer `before` with `channels` outputs. `convolutions` has the size, filters
+    and stride of each. If the input and output shapes of the block differ, a 1x1 convolution
+    projects the input to the output shape.
     """
     layers: list[Layer] = []
     shortcut, total_stride = before, 1
@@ -349,16 +340,8 @@ def _inverted_residual(
 ) -> list[Layer]:
     """Return the layers of an inverted residual block of MobileNetV2.
 
-    Parameters
-    ----------
-    prefix
-        Prefix of the names of the layers. The addition at the end of a residual block has this
-        name.
-    before, channels
-        Name of the layer before the block, and number of channels of its output.
-    expansion, filters, stride
-        Factor by which the block expands the channels, number of output channels, and stride of the
-        3x3 convolution, which filters each channel separately.
+    The addition at the end has the name `prefix`. The block expands the channels by `expansion`,
+    and its 3x3 convolution with the stride filters each channel separately.
     """
     hidden = channels * expansion
     sizes = [(1, 1, 1)] * (expansion > 1) + [(3, stride, hidden)]  # (size, stride, groups)

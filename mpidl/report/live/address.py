@@ -25,15 +25,7 @@ OLDEST_BOKEH = (3, 8)  # the first version with DocumentConfig.reconnect_session
 
 
 class Address(NamedTuple):
-    """A listening socket, and the secret token that the page requires.
-
-    Attributes
-    ----------
-    listener : socket
-        The socket.
-    token : str
-        The token.
-    """
+    """A listening socket, and the secret token that the page requires."""
 
     listener: socket.socket
     token: str
@@ -66,12 +58,8 @@ class Address(NamedTuple):
 def listen(host: str = LOOPBACK, port: int = 0, option: str = "--port") -> Address:
     """Open the socket of the page; port 0 selects any free port.
 
-    `option` is the flag of the port to name in error messages.
-
-    Raises
-    ------
-    UserError
-        If the port is in use or not permitted, or if the host is not an address of this machine.
+    `option` is the flag of the port to name in error messages. Raises UserError if the port is in
+    use or not permitted, or if the host is not an address of this machine.
     """
     if port > LAST_PORT:  # getaddrinfo would use the remainder
         raise UserError(f"{option} {port}: expected a port from 0 to {LAST_PORT}")
@@ -95,14 +83,8 @@ class HostNames:
 
     A website whose name resolves to this computer (DNS rebinding) sends its own name, which is
     refused. All IP addresses are accepted, because no website can be reached under an IP address of
-    another computer. The port does not matter, because a tunnel may use any port.
-
-    Parameters
-    ----------
-    listeners : iterable of socket
-        The listening sockets. If other computers can connect, this host's full name is accepted.
-    further : iterable of str
-        Further names to accept.
+    another computer. The port does not matter, because a tunnel may use any port. If other
+    computers can connect, this host's full name is accepted.
     """
 
     def __init__(self, listeners: Iterable[socket.socket], further: Iterable[str] = ()) -> None:

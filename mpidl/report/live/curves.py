@@ -13,13 +13,7 @@ POINTS = 1000  # maximum number of points of a curve
 
 
 class Columns:
-    """Columns of float64 numbers of equal length; a missing number is NaN.
-
-    Parameters
-    ----------
-    names : sequence of str
-        Names of the columns.
-    """
+    """Columns of float64 numbers of equal length; a missing number is NaN."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._columns = {name: array("d") for name in names}
@@ -84,13 +78,8 @@ def binned(values: np.ndarray, limit: int = POINTS) -> np.ndarray:
 def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
     """Return the exponential moving average of an array; NaNs are ignored.
 
-    Parameters
-    ----------
-    values : ndarray
-        The numbers.
-    weight : float
-        Weight of the previous average, from 0 (no smoothing) to below 1. The first averages are
-        corrected for the missing previous numbers.
+    The weight of the previous average is from 0 (no smoothing) to below 1. The first averages are
+    corrected for the missing previous numbers.
     """
     averages, total, norm = [], 0.0, 0.0
     for value in values.tolist():

@@ -32,19 +32,7 @@ def colours(count: int) -> list[str]:
 def scores(
     name: str, sources: Sequence[Sources], unit: str | None = None, y_axis_type: str = "linear"
 ) -> Any:
-    """Return the figure of the loss or the accuracy.
-
-    Parameters
-    ----------
-    name : {"loss", "accuracy"}
-        Column of the sources.
-    sources : sequence
-        One `Sources` tuple per run.
-    unit : str, optional
-        Label of the y axis.
-    y_axis_type : {"linear", "log"}
-        Scale of the y axis.
-    """
+    """Return the figure of the column "loss" or "accuracy", with one `Sources` tuple per run."""
     plot = _figure(y_axis_type, f"{name}-{y_axis_type}")
     _draw_curves(plot, name, sources)
     for _, validations, colour in sources:

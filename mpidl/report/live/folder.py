@@ -15,12 +15,9 @@ NO_FILE = errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO  # the last two:
 
 
 class Folder:
-    """A folder, which need not exist yet. Symbolic links inside the folder are not followed.
+    """A folder, which need not exist yet.
 
-    Parameters
-    ----------
-    path : str
-        The folder, which itself may be a symbolic link.
+    Only the folder itself may be a symbolic link: links inside it are not followed.
     """
 
     def __init__(self, path: str) -> None:

@@ -55,15 +55,7 @@ ROW_STYLE = """
 
 
 class Page:
-    """The Bokeh models of a session. `update` refreshes them.
-
-    Parameters
-    ----------
-    document : Document
-        The document of the session.
-    runs : sequence of LiveRun
-        The runs to show.
-    """
+    """The Bokeh models of a session. `update` refreshes them."""
 
     def __init__(self, document: Document, runs: Sequence[LiveRun]) -> None:
         self.document, self.runs = document, runs

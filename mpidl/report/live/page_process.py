@@ -18,15 +18,10 @@ EXIT_SECONDS = 2.0  # longest time that the server waits for open pages at the e
 
 
 class PageProcess:
-    """The process of the server. It ends when `close` is called or when the calling process ends.
+    """The process of the server.
 
-    Parameters
-    ----------
-    folder : str
-        The folder of the run.
-    address : Address
-        The address of the page. The socket is passed to the process. Browsers may connect before
-        the process serves the page.
+    It ends when `close` is called or when the calling process ends. The socket of the address is
+    passed to the process. Browsers may connect before the process serves the page.
     """
 
     def __init__(self, folder: str, address: Address) -> None:

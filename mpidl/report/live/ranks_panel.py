@@ -43,13 +43,7 @@ MAX_HEIGHT, BAR_HEIGHT = 300, 24  # pixels
 
 
 class RanksPanel:
-    """Bars and a table of the last "ranks" record of one run.
-
-    Parameters
-    ----------
-    runs : sequence of LiveRun
-        The runs. The user of the page selects one run.
-    """
+    """Bars and a table of the last "ranks" record of one run, which the user selects."""
 
     def __init__(self, runs: Sequence[LiveRun]) -> None:
         self.runs = runs

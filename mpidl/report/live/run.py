@@ -31,35 +31,19 @@ RUN_FILES += ("trial.json",)  # folders of a sweep's trials
 class LiveRun:
     """A run whose files are read while the run writes them.
 
-    Parameters
-    ----------
-    path : str
-        The folder of the run, which need not exist yet.
-    name : str
-        The name that the page shows.
-
-    Attributes
-    ----------
-    iterations, validations : Columns
-        Numbers of each iteration and of each validation, in the columns `COLUMNS`.
-    ranks : dict or None
-        The last record of the kind "ranks".
-    status : Status or None
-        The content of status.json.
-    summary : dict or None
-        The content of summary.json; None until the run has ended and written the file.
-    request : str or None
-        The requested stop: `stop_file.NOW`, `EPOCH` or None. The value stays until the run ends.
-    version : int
-        Number that increases when the records change.
+    Its folder need not exist yet. `ranks` is the last record of that kind, and `version` increases
+    when the records change.
     """
 
     def __init__(self, path: str, name: str) -> None:
         self.folder, self.name = Folder(path), printable(name)
         self.tail = Tail(self.folder)
         self.version, self.poll_time, self.news_time = 0, -math.inf, -math.inf
-        self.status: status.Status | None = None
+        self.status: status.Status | None = None  # the content of status.json
+        # The content of summary.json; None until the run has ended and written the file.
         self.summary: dict[str, Any] | None = None
+        # The requested stop: `stop_file.NOW`, `EPOCH` or None. The value stays until the
+        # run ends.
         self.request: str | None = None
         self._clear()
 
@@ -190,12 +174,10 @@ class LiveRun:
 
 
 def runs_of(paths: Sequence[str]) -> list[LiveRun]:
-    """Return a `LiveRun` for each folder. The folders need not exist yet.
+    """Return a `LiveRun` for each folder.
 
-    Raises
-    ------
-    UserError
-        If a path is a file, or if a folder has files but no files of a run.
+    The folders need not exist yet. Raises UserError if a path is a file, or if a folder has files
+    but no files of a run.
     """
     for path in paths:
         _check(path)

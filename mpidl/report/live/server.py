@@ -77,17 +77,8 @@ class Headers(OutputTransform):
 class GuardedApplication(BokehTornado):
     """Bokeh's application, which answers only requests to a known host with the token.
 
-    Bokeh's scripts contain no data of runs and need no token. No other file can be
-    requested, because the page is the only path.
-
-    Parameters
-    ----------
-    application : Application
-        The application that makes the page of a session.
-    token : str
-        The token in the URL of the page.
-    hosts : HostNames
-        The names of the server.
+    Bokeh's scripts contain no data of runs and need no token. No other file can be requested,
+    because the page is the only path.
     """
 
     def __init__(self, application: Application, token: str, hosts: HostNames) -> None:
@@ -132,16 +123,7 @@ class GuardedApplication(BokehTornado):
 class MonitorServer:
     """Serves the page of runs until `stop` is called.
 
-    Parameters
-    ----------
-    runs : sequence of LiveRun
-        The runs.
-    sockets : sequence of socket
-        Listening sockets.
-    token : str
-        The token.
-    further_hosts : iterable of str
-        Names of the server that `HostNames` does not know.
+    `further_hosts` are names of the server that `HostNames` does not know.
     """
 
     def __init__(

@@ -15,15 +15,7 @@ OVERLAP = 256  # bytes before the position; if they change, the file has been re
 class Tail:
     """Returns the new records of a metrics file.
 
-    Parameters
-    ----------
-    folder : Folder
-        The folder of the run.
-
-    Attributes
-    ----------
-    is_complete : bool
-        Whether the last call of `read` reached the end of the file.
+    `is_complete` tells whether the last call of `read` reached the end of the file.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -35,21 +27,10 @@ class Tail:
         self.is_complete = False
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Read the next piece of the file.
-
-        Returns
-        -------
-        records : list of dict
-            The new records. Incomplete and damaged lines are skipped; an incomplete last line is
-            returned after it has been completed.
-        has_restarted : bool
-            Whether the records start at the beginning of the file, because the file is new or
-            because a resumed run has removed the end of the old file.
-
-        Raises
-        ------
-        OSError
-            If the file cannot be read now. The next call continues.
+        """Read the next piece of the file: its new records, and whether they start at the
+        beginning, because the file is new or because a resumed run has removed the end of the old
+        file. Incomplete and damaged lines are skipped; an incomplete last line is returned after it
+        has been completed. Raises OSError if the file cannot be read now. The next call continues.
         """
         answer = self.folder.read(FILE, self._read)
         if answer is None:

@@ -16,10 +16,9 @@ Content: TypeAlias = "Element | str | None"
 def element(tag: str, *children: Content, **attributes: str) -> Element:
     """Return an element with these children; strings become text, and None is skipped.
 
-    Characters that cannot be printed are escaped, in texts and attributes.
-
-    An underscore at the end of an attribute's name is removed, and other underscores become
-    dashes. For example, `class_` is class, and `text_anchor` is text-anchor.
+    Characters that cannot be printed are escaped. An underscore at the end of an attribute's name
+    is removed, and other underscores become dashes: `class_` is class, and `text_anchor` is
+    text-anchor.
     """
     from xml.etree.ElementTree import Element  # most ranks write no page
 

@@ -23,15 +23,7 @@ class Field(NamedTuple):
 
 
 class BottomLine:
-    """A line of text that stays below all other output on a terminal.
-
-    Parameters
-    ----------
-    stream : file
-        The stream that the terminal shows.
-    width : int
-        Number of columns of the terminal.
-    """
+    """A line of text that stays below all other output on a terminal of `width` columns."""
 
     def __init__(self, stream: TextIO, width: int) -> None:
         import rich.console
@@ -67,25 +59,9 @@ class BottomLine:
 def compose(
     width: int, label: str, fraction: float | None, fields: Sequence[Field], bar: str = "━━"
 ) -> Text:
-    """Return the text of the line.
-
-    Parameters
-    ----------
-    width : int
-        Number of columns.
-    label : str
-        Text on the left; may be empty.
-    fraction : float, optional
-        Filled fraction of the bar, from 0 to 1. None draws no bar.
-    fields : sequence of Field
-        Texts on the right.
-    bar : str
-        Two characters: for the filled part, and for the rest of the bar.
-
-    Returns
-    -------
-    rich.text.Text
-        A text of at most `width` columns; with a bar, exactly `width` columns.
+    """Return a text of at most `width` columns, with a bar exactly `width`: the label, the bar
+    filled to a fraction from 0 to 1 (None draws no bar), and the fields on the right. `bar` has the
+    character of the filled part and that of the rest.
     """
     from rich.text import Text
 

@@ -26,22 +26,10 @@ class Console:
     """Prints the output of a run to a terminal or a log.
 
     The methods do nothing on ranks other than 0. A console is a context manager that removes the
-    bar on exit. During a long stage or iteration, a thread prints the elapsed time, so that the
-    output is never silent for more than 10 s.
-
-    Parameters
-    ----------
-    rank : int
-        Rank of this process.
-    verbose_every : int
-        Number of iterations between two lines in a log. A log has at most one such line per 5 s.
-        If 0, a log has no lines for iterations.
-    progress : bool
-        Whether to print iterations, validations, epochs and stages. Other lines are always printed.
-    stream : file, optional
-        File to write to, by default stdout.
-    width : int, optional
-        Number of columns for the bar; 0 draws no bar. By default the width of the terminal.
+    bar on exit. A log has a line every `verbose_every` iterations, but at most one per 5 s, and
+    none if it is 0. Without `progress`, there are no iterations, validations, epochs and stages.
+    `width` is that of the terminal by default; 0 draws no bar. During a long stage or iteration, a
+    thread prints the elapsed time, so that the output is never silent for more than 10 s.
     """
 
     def __init__(
@@ -117,18 +105,7 @@ class Console:
     ) -> None:
         """Record the start of the run, and show the bar if the output is a terminal.
 
-        Parameters
-        ----------
-        epochs, iterations : int
-            Number of epochs and number of iterations in the run.
-        completed : int
-            Number of iterations that were completed before the run was resumed.
-        epoch : int
-            The epoch of the first iteration.
-        has_validation : bool
-            Whether the run has validations.
-        metrics : sequence of str
-            Names of the metrics of validations.
+        A resumed run had `completed` iterations, and its first iteration is in `epoch`.
         """
         if self.stream is None or not self.progress:
             return
@@ -144,22 +121,10 @@ class Console:
 
     @contextlib.contextmanager
     def stage(self, name: str, images: int = 0) -> Iterator[Callable[[int], None]]:
-        """Show a stage of the run while the `with` block runs.
-
-        A terminal shows the name, the progress and the time next to the bar. A log gets a line if
-        it had none for 9 s.
-
-        Parameters
-        ----------
-        name : str
-            Name of the stage, such as "validation".
-        images : int
-            Number of images that the stage processes; 0 if images are not counted.
-
-        Yields
-        ------
-        callable
-            Function to call with the number of processed images.
+        """Show a stage of the run, such as "validation", while the `with` block runs, which calls
+        the yielded function with the number of processed images; 0 images are not counted. A
+        terminal shows the name, the progress and the time next to the bar. A log gets a line if it
+        had none for 9 s.
         """
         stage = Stage(name, images)
         if self.stream is None or not self.progress:
@@ -226,18 +191,8 @@ class Console:
     ) -> None:
         """Print an epoch: a row of the table on a terminal, lines elsewhere.
 
-        Parameters
-        ----------
-        epoch, iteration : int
-            Number of the epoch and of its last iteration, counted from 1.
-        loss, accuracy : float
-            Mean loss and accuracy over the images of the epoch. The accuracy may be None.
-        images_per_second : float
-            Training speed in images per second.
-        seconds : float
-            Time since the start of the run, in seconds.
-        validation : Evaluation, optional
-            The validation at the end of the epoch.
+        The epoch and its last iteration count from 1. Loss and accuracy are means over its images,
+        and `seconds` are since the start of the run.
         """
         if self.stream is None or not self.progress:
             return
@@ -290,17 +245,7 @@ class Console:
                 self.line(text)
 
     def finish(self, out: str, seconds: float, test: Scores | None = None) -> None:
-        """Remove the bar and print the results of the run.
-
-        Parameters
-        ----------
-        out : str
-            Folder of the results.
-        seconds : float
-            Training time in seconds.
-        test : Evaluation, optional
-            The evaluation on the test set.
-        """
+        """Remove the bar and print the results of the run."""
         self.close()
         if test is not None and test.accuracy is not None:
             self.line(f"Test accuracy: {test.accuracy:.4f} ({test.images} images)")

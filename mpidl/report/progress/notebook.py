@@ -195,10 +195,7 @@ class Run:
 class LiveDisplay:
     """Shows the training runs of a launch in the output of a notebook cell.
 
-    Parameters
-    ----------
-    folder : str
-        Folder that rank 0 passes to `record_in`.
+    Rank 0 passes the same folder to `record_in`.
     """
 
     def __init__(self, folder: str) -> None:

@@ -129,15 +129,7 @@ def cells(
 class Table:
     """The table on a terminal, with a row per epoch and per validation within an epoch.
 
-    Parameters
-    ----------
-    width : int
-        Number of columns of the terminal. On a narrow terminal, the table has fewer columns.
-    has_accuracy, has_validation : bool
-        Whether the run has an accuracy, and whether it has validations.
-    metrics : sequence of str
-        Names of the metrics of validations. If the terminal has no place for their columns, lines
-        below a row contain the metrics.
+    On a narrow terminal, the table has fewer columns, and lines below a row contain the metrics.
     """
 
     def __init__(

@@ -11,12 +11,7 @@ from collections.abc import Callable
 class Stage:
     """A part of a run that is not an iteration, such as the validation.
 
-    Parameters
-    ----------
-    name : str
-        Name of the stage.
-    images : int
-        Number of images that the stage processes; 0 if images are not counted.
+    With 0 images, images are not counted.
     """
 
     def __init__(self, name: str, images: int = 0) -> None:

@@ -36,23 +36,10 @@ SETTINGS = {
 
 
 class MLflowRun(Tracker):
-    """A run in a file store.
+    """A run in a file store, a folder usually named mlruns.
 
-    Parameters
-    ----------
-    store : str
-        Folder of the store, usually named mlruns.
-    experiment, name : str
-        Names of the experiment and of the run.
-    folder : str or None
-        Results folder of the run, which identifies the record that a resumed run continues.
-    is_resumed : bool
-        Whether the run has been resumed.
-
-    Raises
-    ------
-    UserError
-        If the store is not a folder, or cannot be written.
+    The results folder of the run identifies the record that a resumed run continues. Raises
+    UserError if the store is not a folder, or cannot be written.
     """
 
     def __init__(

@@ -15,20 +15,10 @@ FLUSH_SECONDS = 5.0  # shortest time between two flushes, except before a checkp
 
 
 class EventFile(Tracker):
-    """An event file of a run.
+    """An event file of a run that resumes from the iteration `step`, or 0.
 
-    Parameters
-    ----------
-    folder : str
-        Folder for event files. TensorBoard reads all files in it together.
-    step : int
-        Iteration from which the run resumes; 0 for a new run. TensorBoard ignores records of later
-        iterations in older files of the folder.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be written.
+    TensorBoard reads all files of the folder together, and ignores records of later iterations in
+    older files. Raises UserError if the file cannot be written.
     """
 
     def __init__(self, folder: str, step: int = 0):

@@ -29,21 +29,11 @@ IDENTITIES = "tracking.json"  # the file that a resumed run reads to continue th
 
 
 class Histogram(NamedTuple):
-    """The number of an array's values in each of 64 buckets of equal width.
+    """The number of an array's values in each of 64 buckets of equal width."""
 
-    Attributes
-    ----------
-    counts : ndarray of int, shape (64,)
-        Number of values per bucket.
-    edges : ndarray of float64, shape (65,)
-        Bounds of the buckets, from the smallest to the largest value.
-    total, squares : float
-        Sum of the values, and of their squares.
-    """
-
-    counts: np.ndarray
-    edges: np.ndarray
-    total: float
+    counts: np.ndarray  # (64,): number of values per bucket
+    edges: np.ndarray  # (65,): bounds of the buckets, from the smallest to the largest value
+    total: float  # sum of the values, and of their squares
     squares: float
 
 

@@ -17,23 +17,10 @@ SETTINGS = {
 
 
 class WandbRun(Tracker):
-    """An offline run of Weights & Biases.
+    """An offline run of Weights & Biases, in the subfolder wandb of `folder`.
 
-    Parameters
-    ----------
-    folder : str
-        Folder for the subfolder wandb.
-    project, name : str
-        Names of the project and of the run.
-    run_folder : str or None
-        Results folder of the run, which identifies the record that a resumed run continues.
-    is_resumed : bool
-        Whether the run has been resumed.
-
-    Raises
-    ------
-    UserError
-        If the folder cannot be written.
+    The results folder of the run identifies the record that a resumed run continues. Raises
+    UserError if the folder cannot be written.
     """
 
     def __init__(
