@@ -280,7 +280,7 @@ class Messaging:
             The exchange, to pass to `wait`.
         """
         if (recorder := builds.recorder()) is not None:
-            return RecordedSum(self, recorder, tree, pieces, combine, dtype, name)
+            return RecordedSum(self, recorder, tree, pieces, combine, dtype)
         width, rows = sum(size for size, _ in pieces), len(tree.nodes[tree.rank])
         memory = self.host_memory() if HostMemory.supports(tree, combine, dtype) else None
         # A replayed step computes sums in shared memory without calling this method. To keep the
@@ -321,17 +321,6 @@ class Messaging:
                 self._host_memory = HostMemory.allocate(self.transport)
             self._has_host_memory = self._host_memory is not None
         return self._host_memory
-
-    def sends_messages(self) -> bool:
-        """Return whether sums need messages, because not all ranks share memory. Collective.
-
-        Returns
-        -------
-        bool
-            Whether sums of this world send messages.
-        """
-        memory = self.host_memory()
-        return memory is None or not memory.has_all_ranks
 
     def leave_memory(self) -> None:
         """Stop kernels from accessing the shared memory, and leave its sums incomplete."""

@@ -33,13 +33,13 @@ class RecordedSum:
         The ranks.
     recorder : Recorder
         The recorder of the step.
-    tree, pieces, combine, dtype, name
+    tree, pieces, combine, dtype
         The arguments of `World.start_sum`.
 
     Attributes
     ----------
-    root : ndarray, shape (width,)
-        The sum, which only replays compute.
+    root : ndarray, shape (width,), or None
+        The sum, which only replays compute; None after the recording.
     """
 
     def __init__(
@@ -50,10 +50,9 @@ class RecordedSum:
         pieces: Sequence[Piece],
         combine: Combine,
         dtype: np.dtype,
-        name: str,
     ) -> None:
-        self.root = arenas.empty((sum(size for size, _ in pieces),), dtype)
-        self._world, self._name, self._slab = world, name, recorder.memory
+        self.root: Any = arenas.empty((sum(size for size, _ in pieces),), dtype)
+        self._world, self._slab = world, recorder.memory
         self._arguments = tree, combine, dtype
         self._pieces: Any = pieces  # which stay allocated until the wait
         self._places = [
@@ -84,6 +83,7 @@ class RecordedSum:
         """Prepare the replays: the addresses of the nodes and of the root are known."""
         tree, combine, _ = self._arguments
         self._pieces = [(size, [p.view() for p in places]) for size, places in self._places]
+        self.root = None  # an array of the recording
         if self._memory is not None:
             self._sum = self._memory.sum_over_all(tree, self._pieces, combine, self._target.view())
 
@@ -93,12 +93,13 @@ class RecordedSum:
     def _start(self):
         tree, combine, dtype = self._arguments
         self._pending = self._world.start_sum(
-            tree, self._pieces, combine, dtype, self._name, out=self._target.view()
+            tree, self._pieces, combine, dtype, out=self._target.view()
         )
 
     def _wait(self):
-        self._world.wait(self._pending)
-        root, target = self._pending.root, self._target.view()
+        pending, self._pending = self._pending, None
+        self._world.wait(pending)
+        root, target = pending.root, self._target.view()
         if address_of(root) != address_of(target):
             target[...] = root
 

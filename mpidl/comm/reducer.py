@@ -148,6 +148,7 @@ class Reducer:
             self._filled_bytes += size * term.dtype.itemsize
             if self._filled_bytes >= self.bucket_bytes:
                 self._send_bucket()
+        self._record(self._advance, self.world.progress)
 
     def _send_bucket(self):
         """Start the exchange of the current bucket."""
@@ -165,15 +166,19 @@ class Reducer:
             self._advance(self.world.progress)
 
     def _watch(self, progress):
-        """Let kernels call progress(), or no function, from now on; also in replays with messages.
+        """Let kernels call progress(), or no function, from now on."""
+        if builds.recorder() is None:
+            builds.watch(progress)
+        self._record(builds.watch, progress)
+
+    def _record(self, function, argument):
+        """While a step is recorded, let its replays call function(argument) if they send messages.
 
         If all ranks share memory, kernels of replays advance the sums themselves.
         """
         recorder = builds.recorder()
-        if recorder is None:
-            builds.watch(progress)
-        elif self.world.sends_messages():
-            recorder.call_python(functools.partial(builds.watch, progress))
+        if self._has_hook and recorder is not None and self.world.sends_messages():
+            recorder.call_python(functools.partial(function, argument))
 
     def _advance(self, progress):
         if self.world.pending_exchanges:

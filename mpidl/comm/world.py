@@ -135,6 +135,7 @@ class World(Messaging):
             return total_of(value, [term.nodes[0] for term in value.terms])
         if (recorder := builds.recorder()) is not None:
             recorder.refuse("it sums a value that is not a Partial over the ranks")
+            return value
         return self.gop("sum", value)
 
     def _is_complete(self, partial):
@@ -241,6 +242,17 @@ class World(Messaging):
             `gplus(value)` for "sum", and `gop(op, value)` otherwise.
         """
         return self.gplus(value) if op == "sum" else self.gop(op, value)
+
+    def sends_messages(self) -> bool:
+        """Return whether sums need messages, as if not all ranks share memory. Collective.
+
+        Returns
+        -------
+        bool
+            Whether sums of this world send messages.
+        """
+        memory = self.host_memory()
+        return self.plain or memory is None or not memory.has_all_ranks
 
     def reducer(self) -> Reducer:
         """Return a new `Reducer`. `value_and_grad(f, reduce=world)` calls this method.

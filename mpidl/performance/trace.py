@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -85,15 +84,15 @@ class TracingWorld(World):
         return super().gop(operation, value)
 
     def reducer(self) -> Reducer:
-        return _TracingReducer(self, self.note)
+        return _TracingReducer(self)
 
 
 class _TracingReducer(Reducer):
     """A reducer that records into which buckets several ranks would pack the gradients."""
 
-    def __init__(self, world: TracingWorld, note: Callable[[Event], None]) -> None:
+    def __init__(self, world: TracingWorld) -> None:
         super().__init__(world)
-        self._note, self._buckets_of_step = note, _Buckets(note)
+        self._note, self._buckets_of_step = world.note, _Buckets(world.note)
 
     def push(self, name: str, value: Any) -> None:
         if isinstance(value, Partial) and is_on_host(value):

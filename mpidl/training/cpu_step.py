@@ -146,12 +146,18 @@ class StepProgram:
         recorder.input("targets", targets.lanes)
         batch = dataclasses.replace(images.batch, device=self)
         recorded = Blocked(images.lanes, batch), Blocked(targets.lanes, batch)
-        places = self._record(recorder, objective, *recorded, includes_update)
-        self._program: Program = recorder.finish()
-        self._gradients, self.state = (
-            {name: v.view() if isinstance(v, Place) else v for name, v in table.items()}
-            for table in places
-        )
+        self._gradients: dict[str, np.ndarray] = {}
+        self.state: dict[str, np.ndarray] = {}
+        self._program: Program | None = None
+        try:
+            tables = self._record(recorder, objective, *recorded, includes_update)
+            self._program = recorder.finish()
+            self._gradients, self.state = (
+                {name: v.view() if isinstance(v, Place) else v for name, v in table.items()}
+                for table in tables
+            )
+        except Exception as error:  # Python code may fail, because nothing is computed
+            recorder.refuse(f"{type(error).__name__}: {error}")
         self.problem = recorder.problem
 
     def _record(self, recorder, objective, images, targets, includes_update):
@@ -163,7 +169,7 @@ class StepProgram:
             for table, arrays in zip(places, (gradients, state), strict=True):
                 for name, array in arrays.items():
                     is_new = array is not net.state.get(name)
-                    table[name] = recorder.place(array) if is_new else array
+                    table[name] = recorder.place(array, "a result") if is_new else array
             if includes_update:
                 root = recorder.is_finite_with(value[0])
                 if root is not None:
@@ -173,11 +179,8 @@ class StepProgram:
             return includes_update
 
         compute = value_and_grad(objective, reduce=self._world)
-        try:
-            with recorder.recording():
-                record(recorder, net, self._optimizer, compute, images, targets, at_update)
-        except Exception as error:  # Python code may fail, because nothing is computed
-            recorder.refuse(f"{type(error).__name__}: {error}")
+        with recorder.recording():
+            record(recorder, net, self._optimizer, compute, images, targets, at_update)
         return places
 
     @contextlib.contextmanager

@@ -22,10 +22,11 @@ Therefore, it runs once while a recorder takes the calls, and a program replays 
         v
     player: one call of kernels/cpu/play.c, or one CUDA graph between sums through the host
 
-On CPUs, the second mini-batch of each size is computed eagerly and by a replay. Only if all ranks
-find the same bytes, later mini-batches are replayed (`replayed_step.py`). On GPUs, the program also
-computes the first mini-batch, because Python code cannot read values of a step there: it cannot
-mix values that are recorded with values that are not.
+On CPUs, the gradients of the second mini-batch of each size are computed both eagerly and by a
+replay. Only if all ranks find the same bytes, later mini-batches are replayed (`replayed_step.py`).
+The update is not compared: its Python code decides nothing by the values of arrays. On GPUs, the
+program also computes the first mini-batch, because Python code cannot read values of a step there:
+it cannot mix values that are recorded with values that are not.
 """
 
 from __future__ import annotations

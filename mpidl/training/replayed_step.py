@@ -105,7 +105,7 @@ class ReplayedStep(EagerStep):
         self._epoch = batch.epoch
         if self.largest is not None and size > _size(self.largest.batch):
             self.programs = {}
-        elif size in self.programs or len(self.programs) == MOST_SIZES:
+        elif size in self.programs or not self._has_room():
             return
         elif self.programs:
             self._agree()
@@ -124,6 +124,15 @@ class ReplayedStep(EagerStep):
             self.programs[size] = program
         else:
             self.programs = None
+
+    def _has_room(self):
+        """Return whether another size may have a program; if not, drop an unchecked program."""
+        if len(self.programs) == MOST_SIZES:
+            for size, program in [*self.programs.items()][1:]:
+                if program.stage is not Stage.CHECKED:
+                    del self.programs[size]
+                    break
+        return len(self.programs) < MOST_SIZES
 
     def _eager_gradient(self, program, images, targets):
         """Compute the gradient eagerly, in the memory of the programs."""
@@ -187,9 +196,11 @@ class ReplayedParts(ReplayedStep):
         if not isinstance(images.batch, PartedBatch):
             return super()._gradient(images, targets)
         state = {name: np.array(array) for name, array in self.net.state.items()}
-        results = accumulation.accumulated(self._part, self.objective, self.net, images, targets)
-        self._set_state(state)  # keep the old state until the update
-        return results
+        arguments = self.objective, self.net, images, targets
+        try:
+            return accumulation.accumulated(self._part, *arguments)
+        finally:
+            self._set_state(state)  # keep the old state until the update
 
     def _part(self, net, images, targets):
         """Return the results for a part, in memory that later replays do not use."""

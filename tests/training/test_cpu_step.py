@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -242,12 +244,15 @@ def train_on_sizes(step_class, sizes, world):
 
 
 def test_mini_batches_of_many_sizes(world):
-    """The sizes change, for example, if images are skipped. At most five sizes are recorded."""
+    """The sizes change, for example, if images are skipped. At most five sizes have programs.
+
+    A program that was never used gives way to a new size.
+    """
     sizes = [40, 25, 40, 24, 25, 23, 25, 40, 25, 24, 40, 24, 24, *[22, 21, 20] * 3]
     *expected, _ = train_on_sizes(EagerStep, sizes, world)
     *results_of_replays, step = train_on_sizes(ReplayedStep, sizes, world)
     assert results_of_replays == expected
-    assert [size for size, _ in step.programs] == [40, 25, 24, 23, 22]
+    assert [size for size, _ in step.programs] == [40, 25, 24, 21, 20]
 
 
 def test_a_smaller_mini_batch_that_cannot_be_recorded(world, monkeypatch):
@@ -314,10 +319,12 @@ def test_networks_of_the_zoo_are_recorded(net, world):
 
 @pytest.fixture
 def stale_samples(monkeypatch):
-    """Make replays wrong: all dropout masks are those of sample 0."""
+    """Make replays wrong: they reuse the dropout mask of the recorded mini-batch."""
 
     def samples(self, batch):
-        return batch.epoch, np.zeros(batch.blocks * 16, np.int64)
+        samples = np.zeros(batch.blocks * 16, np.int64)
+        samples[: len(batch.indices)] = batch.indices
+        return batch.epoch, samples
 
     monkeypatch.setattr(cpu_step.StepProgram, "samples", samples)
 
@@ -415,6 +422,15 @@ def test_a_change_on_one_rank_alone(change, iteration, world):
 
     step = assert_equal(small, SOLVERS["sgdm"], world, change=change_on_last_rank, epochs=4)
     assert is_replayed(step) and step.largest.is_current()
+
+
+def test_the_memory_of_a_closed_step_is_freed(world):
+    step, _ = run(world, ReplayedStep, small(), dl.SGDM(0.1))
+    memory = weakref.ref(step.largest.memory)
+    step.close()
+    del step
+    gc.collect()
+    assert memory() is None
 
 
 def test_observers_get_the_gradients(world):

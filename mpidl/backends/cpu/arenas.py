@@ -41,7 +41,7 @@ class Arena:
 
     Attributes
     ----------
-    owned : set of int
+    owned : frozenset of int
         Addresses of the arrays that a training step in this memory may update in place.
     """
 

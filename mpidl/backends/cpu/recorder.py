@@ -130,6 +130,10 @@ class _Arena(arenas.Arena):
         for buffer in self._alive.values():
             buffer.last = self.time + 1
 
+    def forget(self):
+        """Drop all references to the recorder; arrays may keep this arena, and form a cycle."""
+        self._on_allocate, self.planned, self._alive = None, [], {}
+
 
 def _small_pages(size):
     """Allocate a region from the system that uses memory only for the pages that are written."""
@@ -275,7 +279,7 @@ class Recorder:
 
     def need_finite(self, number):
         """Let replays end early at this point if a float64 array of one number is not finite."""
-        place = self.place(number)
+        place = self.place(number, "the check of the loss")
         self.call("need_finite", lambda: address_of(place.view()))
 
     def next_part(self):
@@ -298,7 +302,7 @@ class Recorder:
         """Let `Program.results` return the contents of an array."""
         buffer = self.buffer_of(array)
         total = None if buffer is None else buffer.total
-        place = self.place(array) if total is None else None
+        place = self.place(array, "a result") if total is None else None
         self._outputs.append((total, place))
 
     def is_finite_with(self, loss):
@@ -346,15 +350,17 @@ class Recorder:
             for total, place in self._outputs
         ]
         parts = [[_finished(step) for step in part] for part in self._parts]
+        self._arena.forget()
+        self._at_end.clear()  # which may hold this object
         return Program(parts, self.inputs, outputs, places, self.owners)
 
     # ---- memory ----
 
-    def place(self, array):
-        """Return the Place of an array that the step has computed."""
+    def place(self, array, reader="a sum"):
+        """Return the Place of an array that the step has computed, for the named reader."""
         if not array.flags.c_contiguous:
-            self.refuse("it sums an array that is not contiguous")
-        return Place(array, self._read(array, "a sum") if array.size else None)
+            self.refuse(f"{reader} reads an array that is not contiguous")
+        return Place(array, self._read(array, reader) if array.size else None)
 
     def target(self, array):
         """Return the Place of an array that an operation is going to write."""

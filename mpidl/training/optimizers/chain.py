@@ -154,7 +154,7 @@ class Optimizer:
     ) -> dict[str, np.ndarray]:
         """Return the parameters after a training step with the given scalars.
 
-        While a GPU program is being recorded, the step is recorded and does not run.
+        While a training step is being recorded, the update is recorded and does not run.
 
         Parameters
         ----------
