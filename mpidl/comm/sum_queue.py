@@ -27,7 +27,8 @@ _busy: list[SumQueue] = []
 
 def address_of(array: np.ndarray) -> int:
     """Return the address of an array's first element."""
-    return array.__array_interface__["data"][0]
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 class HostSum:
@@ -128,7 +129,7 @@ class SumQueue:
         self._check()
         self.release()
 
-    def _check(self):
+    def _check(self) -> None:
         """Raise a Fault if the ranks have started different sums, which will never complete."""
         if not self.words[DIFFERS_WORD]:
             return

@@ -86,8 +86,8 @@ def test_a_wait_goes_on_while_another_rank_reports(world):
 
 def test_a_world_needs_a_transport_alone(world):
     mpi = world.transport.MPI
-    alone = World(Transport(mpi, mpi.COMM_SELF, 5.0))
-    assert (alone.rank, alone.size, alone.host) == (0, 1, world.host)
-    assert alone.gop("sum", 3) == 3 and alone.allgather("a") == ["a"]
-    assert np.array_equal(alone.shared_array((2,), np.int32), [0, 0])
-    alone.close()
+    single = World(Transport(mpi, mpi.COMM_SELF, 5.0))
+    assert (single.rank, single.size, single.host) == (0, 1, world.host)
+    assert single.gop("sum", 3) == 3 and single.allgather("a") == ["a"]
+    assert np.array_equal(single.shared_array((2,), np.int32), [0, 0])
+    single.close()
