@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl.core.fold import Tree, add, fold_nodes, is_node
+from mpidl.core.fold import Range, Tree, add, fold_nodes, is_node
 
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
@@ -55,6 +55,7 @@ SMALL_BYTES = 16 * 1024  # up to this size, the number of messages matters more 
 FEW_RANKS = 8
 
 Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Join = tuple[int, int, int, int]  # see `_joins`
 Steps = Generator[Sequence[Any] | Callable[[], bool], None, np.ndarray]
 Algorithm = Callable[["Transport", int, Tree, np.ndarray, Combine], Steps]
 
@@ -90,7 +91,7 @@ def choose_algorithm(tree: Tree, nbytes: int, combine: Combine) -> Algorithm:
 
 
 @lru_cache(maxsize=256)
-def _pairs_up(tree):
+def _pairs_up(tree: Tree) -> bool:
     """Return whether `pairwise` can be used.
 
     The number of ranks must be a power of two, each rank must have one node, and partners at
@@ -137,16 +138,16 @@ def gather_nodes(
 
 
 @lru_cache(maxsize=64)
-def _joins(runs, leaves):
+def _joins(runs: tuple[Range, ...], leaves: int) -> tuple[tuple[Join, ...], int]:
     """Return the nodes that span several ranks, and the owner of the root.
 
     Children precede their parents. A node is a tuple (start, owner, start of the right half, owner
     of the right half). The owner of a node is the lowest rank that holds one of the node's blocks.
     """
     owner = [rank for rank, (start, stop) in enumerate(runs) for _ in range(start, stop)]
-    joins = []
+    joins: list[Join] = []
 
-    def visit(start, stop):
+    def visit(start: int, stop: int) -> None:
         if owner[start] != owner[stop - 1]:
             middle = start + (1 << (stop - start - 1).bit_length() - 1)
             visit(start, middle)

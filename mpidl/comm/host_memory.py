@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,13 +122,15 @@ class HostMemory:
             nbytes = queue_bytes(of_host.size) * min(len(hosts), 2)
             is_possible = firsts == sorted(firsts) and len(hosts) < transport.size
             is_possible = is_possible and free_shared_bytes(transport) >= nbytes + LINE
-            memory = array = window = None
+            memory: HostMemory | None = None
+            array: np.ndarray | None = None
+            window: MPI.Win | None = None
             if comm.allreduce(is_possible, mpi.LAND):
                 try:
                     array, window = _window(mpi, of_host, nbytes)
                 except mpi.Exception:
                     pass  # a limit of this process, such as its limit on file sizes, is too low
-                if comm.allreduce(array is not None, mpi.LAND):
+                if comm.allreduce(array is not None, mpi.LAND) and array is not None:
                     memory = cls(transport, hosts, array, window)
                     of_host.Barrier()
                 elif window is not None:
@@ -189,7 +192,9 @@ class HostMemory:
         self.up.release()
         return out
 
-    def _between_hosts(self, tag, tree, pieces, combine, out):
+    def _between_hosts(
+        self, tag: int, tree: Tree, pieces: Sequence[Piece], combine: Combine, out: np.ndarray
+    ) -> Steps:
         kind, rank, width = KINDS[combine, out.dtype], self.up.rank, len(out)
         count = count_segments(self.hosts, out.nbytes, combine)
         edges = [width * number // count for number in range(count + 1)]
@@ -222,7 +227,7 @@ class HostMemory:
         yield lambda: self._complete([*upward, *downward])
         return out
 
-    def _complete(self, sums):
+    def _complete(self, sums: Sequence[HostSum]) -> bool:
         """Advance all sums; return whether the given sums are complete."""
         self.up.advance()
         self.down.advance()
@@ -269,9 +274,10 @@ class Peers:
         return self._transport.irecv(array, self._ranks[source], tag)
 
 
-def _columns(pieces, low, high):
+def _columns(pieces: Sequence[Piece], low: int, high: int) -> list[Piece]:
     """Return the columns [low, high) of the matrix that consists of the pieces side by side."""
-    part, start = [], 0
+    part: list[Piece] = []
+    start = 0
     for size, nodes in pieces:
         first, stop = max(low - start, 0), min(high - start, size)
         if first < stop or high - low == 0:
@@ -280,7 +286,9 @@ def _columns(pieces, low, high):
     return part
 
 
-def _window(mpi, comm, nbytes):
+def _window(
+    mpi: ModuleType | SimpleNamespace, comm: MPI.Comm, nbytes: int
+) -> tuple[np.ndarray, MPI.Win]:
     """Allocate memory that the ranks of `comm` share; return the memory and its MPI window."""
     window = mpi.Win.Allocate_shared(nbytes + LINE if comm.rank == 0 else 0, 1, comm=comm)
     memory = np.frombuffer(window.Shared_query(0)[0], np.uint8)

@@ -107,16 +107,16 @@ class Messaging:
             return None
         values = [value]
         for source in range(1, self.size):
-            message = None
+            message: MPI.Message | None = None
 
-            def has_arrived(source=source):
+            def has_arrived(source: int = source) -> bool:
                 nonlocal message
                 message = control.improbe(source, GATHER)
                 return message is not None
 
             self.transport.wait_until(has_arrived, f"gather from rank {source}", self.progress)
             with self.transport.blocking(f"gather from rank {source}"):
-                values.append(message.recv())
+                values.append(message.recv())  # type: ignore[union-attr]
         return values
 
     def allgather(self, value: T) -> list[T]:
@@ -136,7 +136,9 @@ class Messaging:
         --------
         gather : Return the same list, but only on rank 0.
         """
-        return self.broadcast(self.gather(value))
+        values: Any = self.gather(value)  # None on ranks other than 0, which receive the list
+        gathered: list[T] = self.broadcast(values)
+        return gathered
 
     # messages to rank 0 while other work continues
 
@@ -174,7 +176,7 @@ class Messaging:
             self._outbox = [request for request in self._outbox if not request.Test()]
             self._outbox.append(self.transport.control.isend(data, 0, SEND))
 
-    def _handle(self, data):
+    def _handle(self, data: Any) -> None:
         self._received_count += 1
         if self._handler is None:
             raise RuntimeError("send: rank 0 has no handler: call after_each on every rank first")
@@ -220,6 +222,7 @@ class Messaging:
         """
         pending = self.start(tree, matrix, combine)
         self.wait(pending)
+        assert pending.root is not None
         return pending.root
 
     def start(
@@ -348,7 +351,7 @@ class Messaging:
             return
         wait_in_library = getattr(pending.requests, "wait", None)
 
-        def is_complete():
+        def is_complete() -> bool:
             nonlocal wait_in_library
             if wait_in_library is not None:  # waiting in the library is faster than polling
                 wait_in_library()
@@ -381,10 +384,10 @@ class Messaging:
                 if pending.is_complete:
                     self.pending_exchanges.remove(pending)
 
-    def _wait_for(self, requests, operation):
+    def _wait_for(self, requests: Sequence[MPI.Request], operation: str) -> None:
         progress = self.progress if self.pending_exchanges or self._handler else None
         self.transport.wait(requests, operation, progress)
 
-    def _new_tag(self):
+    def _new_tag(self) -> int:
         self._next_tag = (self._next_tag + 1) % TAGS
         return FIRST_TAG + self._next_tag

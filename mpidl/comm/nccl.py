@@ -17,12 +17,13 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidl.errors import UserError
 
 if TYPE_CHECKING:
     from mpidl.backends.gpu.array import Array
+    from mpidl.backends.gpu.cuda_device import CudaDevice
     from mpidl.comm.world import World
 
 TRANSPORTS = ("nccl", "mpi", "host")
@@ -65,7 +66,7 @@ def make_mover(world: World) -> NcclMover | MpiMover | None:
     """
     request = world.broadcast(os.environ.get(VARIABLE))
     ranks = world.allgather(
-        Capabilities(world.host, world.device.identity, version(), cuda_aware())
+        Capabilities(world.host, _device_of(world).identity, version(), cuda_aware())
     )
     transport = choose_transport(ranks, request)
     if transport == "host":
@@ -85,7 +86,8 @@ def choose_transport(ranks: Sequence[Capabilities], request: str | None = None) 
         raise UserError(f"{VARIABLE} must be {', '.join(TRANSPORTS[:-1])} or host, found {request}")
     if len(ranks) == 1:
         return "host"  # a single rank exchanges nothing
-    first_ranks, shared = {}, []
+    first_ranks: dict[tuple[str, str], int] = {}
+    shared = []
     for rank, capabilities in enumerate(ranks):
         gpu = capabilities.host, capabilities.identity
         first = first_ranks.setdefault(gpu, rank)
@@ -111,6 +113,11 @@ def choose_transport(ranks: Sequence[Capabilities], request: str | None = None) 
     if not lacking and len({a.nccl for a in ranks}) == 1:
         return "nccl"
     return "mpi" if all(a.aware for a in ranks) else "host"
+
+
+def _device_of(world: World) -> CudaDevice:
+    assert world.device is not None
+    return world.device
 
 
 def version() -> int:
@@ -156,7 +163,9 @@ def loaded_libraries() -> list[str]:
     return []
 
 
-_communicators: dict = {}  # {Capabilities of the ranks: NCCL's communicator}
+_communicators: dict[
+    tuple[Capabilities, ...], Any
+] = {}  # {Capabilities of the ranks: NCCL's communicator}
 
 
 class NcclMover:
@@ -176,10 +185,10 @@ class NcclMover:
 
     captured = True
 
-    def __init__(self, world: World, ranks: tuple) -> None:
+    def __init__(self, world: World, ranks: tuple[Capabilities, ...]) -> None:
         from cupy.cuda import nccl
 
-        self.device = world.device
+        self.device = _device_of(world)
         self._bytes = nccl.NCCL_INT8
         if ranks not in _communicators:
             key = world.broadcast(nccl.get_unique_id() if world.rank == 0 else None)
@@ -205,7 +214,7 @@ class NcclMover:
         """
         self._gather(source.address, target.address, source.nbytes)
 
-    def _gather(self, source, target, nbytes):
+    def _gather(self, source: int, target: int, nbytes: int) -> None:
         if nbytes:
             self._communicator.allGather(source, target, nbytes, self._bytes, self.device.stream)
 
@@ -219,7 +228,7 @@ class MpiMover:
     captured = False
 
     def __init__(self, world: World) -> None:
-        self.world, self.device = world, world.device
+        self.world, self.device = world, _device_of(world)
 
     def allgather(self, source: Array, target: Array) -> None:
         """Gather the nodes of all ranks, and wait for them; see `NcclMover.allgather`."""

@@ -124,7 +124,7 @@ class SumQueue:
         self._check()
         self.release()
 
-    def _check(self):
+    def _check(self) -> None:
         """Raise a Fault if the ranks have started different sums, which will never complete."""
         if not self.words[DIFFERS_WORD]:
             return

@@ -7,6 +7,7 @@ The guard of the transport is told about each wait, and about each call that may
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -152,11 +153,17 @@ class Transport:
             self.guard.end(outer)
         self.wait_seconds += time.monotonic() - start
 
-    def _poll(self, is_ready, operation, progress, timeout):
+    def _poll(
+        self,
+        is_ready: Callable[[], bool],
+        operation: str,
+        progress: Callable[[], None] | None,
+        timeout: float,
+    ) -> None:
         """Call `is_ready` until it returns true, with increasing pauses."""
         if self._is_cancelled:  # handlers of the first `Cancelled` may start another wait
             raise Cancelled(CANCELLED)
-        polls, start, deadline, previous = 0, None, None, None
+        polls, start, deadline, previous = 0, 0.0, math.inf, 0.0
         while not is_ready():
             polls += 1
             if progress:
@@ -169,7 +176,7 @@ class Transport:
             if polls % 256:
                 continue
             now = time.monotonic()
-            if start is None:
+            if polls == 256:  # the first look at the clock
                 start, deadline, previous = now, now + timeout, now
             if now - previous > 1:  # all processes were suspended, so do not count this time
                 deadline += now - previous

@@ -138,7 +138,7 @@ class World(Messaging):
             return value
         return self.gop("sum", value)
 
-    def _is_complete(self, partial):
+    def _is_complete(self, partial: Partial) -> bool:
         """Return whether all nodes of a Partial's reduction tree are in this rank's host memory."""
         return self.size == 1 and is_on_host(partial)
 
@@ -208,7 +208,7 @@ class World(Messaging):
         return self._like(np.asarray(functools.reduce(combine, inbox)), value)
 
     @staticmethod
-    def _like(result, value):
+    def _like(result: np.ndarray, value: Any) -> Any:
         """Return the result with the shape of the value, as a Python number if it is a number."""
         result = result.reshape(np.shape(value))
         return result if result.ndim or isinstance(value, np.ndarray) else result[()].item()
@@ -301,7 +301,9 @@ class World(Messaging):
         if self.gop("max", int(error is not None)):
             texts = self.allgather(None if error is None else str(error))
             lowest = next(rank for rank, text in enumerate(texts) if text is not None)
-            kind = type(error) if type(error) in SHARED_ERRORS else UserError
+            kind: type[BaseException] = UserError
+            if error is not None and type(error) in SHARED_ERRORS:
+                kind = type(error)
             raise self.allgather(kind)[lowest](texts[lowest])
 
     # memory shared by a host

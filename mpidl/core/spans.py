@@ -36,11 +36,11 @@ class _Span:
         self._category, self._name = category, name
 
     def __enter__(self) -> None:
+        self._start = now()
         _state.open.append(self._name)
         self._outer = _state.layer
         if self._category == "layer":
             _state.layer = self._name
-        self._start = now()
 
     def __exit__(self, *_: object) -> None:
         _state.layer = self._outer

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import time
 
@@ -13,6 +14,7 @@ from single_rank import numbers
 
 import mpidl as dl
 from mpidl import phases
+from mpidl.core import spans
 from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.report import Console
@@ -95,10 +97,11 @@ def test_the_spans_cover_the_iterations(world, out, monkeypatch):
 
     The test measures CPU time, which excludes the pauses of a busy machine.
     """
-    monkeypatch.setattr(phases, "now", time.thread_time_ns)
+    for module in (phases, spans):
+        monkeypatch.setattr(module, "now", time.thread_time_ns)
     assert min(coverage_of_digits(world, out)) >= 0.98
-    for name in ("span", "layer"):
-        monkeypatch.setattr(phases, name, lambda _: contextlib.nullcontext())
+    for module, name in itertools.product((phases, spans), ("span", "layer")):
+        monkeypatch.setattr(module, name, lambda _: contextlib.nullcontext())
     if world.rank == 0:
         assert max(coverage_of_digits(world, f"{out}-without")) < 0.9
     else:
