@@ -14,10 +14,10 @@ from mpidl.data import registry
 from mpidl.data.formats import pack_contents, packed, packing
 from mpidl.data.storage.settings import check_url, refuse_remote
 from mpidl.errors import UserError
+from mpidl.options.declaration import check_value, one_of
 from mpidl.report.progress.console import LINE_SECONDS
 from mpidl.report.progress.rows import clock
 from mpidl.report.progress.terminal import terminal_width
-from mpidl.training.options.option_types import check_value, one_of
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:

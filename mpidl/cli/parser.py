@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 from mpidl.cli import help_groups
 from mpidl.errors import UserError
+from mpidl.options.declaration import check_value
 from mpidl.training.options import configuration, training_options
-from mpidl.training.options.option_types import check_value
 
 MAX_CHOICES = 40  # longest list of choices, in characters, that --help shows after a flag
 

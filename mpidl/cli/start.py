@@ -20,9 +20,9 @@ from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
 from mpidl.nn.layers import Sigmoid
+from mpidl.options.declaration import nearest, size_of
 from mpidl.text import host_list
 from mpidl.training.files import run_folder
-from mpidl.training.options.option_types import nearest, size_of
 from mpidl.training.options.training_options import TrainingOptions
 
 

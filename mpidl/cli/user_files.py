@@ -14,8 +14,8 @@ from typing import Any
 from mpidl.errors import UserError
 from mpidl.files import sha256_of_file
 from mpidl.nn import Layer
+from mpidl.options.declaration import nearest
 from mpidl.text import printable
-from mpidl.training.options.option_types import nearest
 
 
 def load_user_function(text: str, option: str) -> Callable:

@@ -22,8 +22,8 @@ from mpidl.errors import UserError
 from mpidl.evaluation import class_metrics
 from mpidl.losses import CrossEntropy
 from mpidl.nn import Network
+from mpidl.options.declaration import size_of
 from mpidl.training import whitening
-from mpidl.training.options.option_types import size_of
 from mpidl.training.options.training_options import TrainingOptions
 
 OPTIONS = (

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mpidl.matlab_names import explain_arguments
+from mpidl.options.declaration import ON_OFF, check_value, one_of
 from mpidl.training.optimizers.chain import FusedTail, fuses
 from mpidl.training.optimizers.solvers import Factors, Solver
 from mpidl.training.optimizers.transforms import (
@@ -20,7 +21,6 @@ from mpidl.training.optimizers.transforms import (
     WeightDecay,
     check,
 )
-from mpidl.training.options.option_types import ON_OFF, check_value, one_of
 
 NESTEROV = one_of(*ON_OFF)  # the valid values of `nesterov`
 

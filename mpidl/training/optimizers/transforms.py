@@ -18,7 +18,7 @@ import numpy as np
 from mpidl import backends
 from mpidl.attribute_changes import CountingDict, CountsChanges
 from mpidl.backends.interface import Backend
-from mpidl.training.options.option_types import (
+from mpidl.options.declaration import (
     Rule,
     check_value,
     fraction,

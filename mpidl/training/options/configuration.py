@@ -15,8 +15,7 @@ from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.files import read_toml, write_whole
 from mpidl.nn import Network
-from mpidl.text import printable
-from mpidl.training.options.option_types import (
+from mpidl.options.declaration import (
     SIZE,
     Rule,
     at_least,
@@ -27,6 +26,7 @@ from mpidl.training.options.option_types import (
     positive,
     rule_of,
 )
+from mpidl.text import printable
 from mpidl.training.options.training_options import (
     NAMES,
     OPTIONS,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from mpidl.data.transforms.normalize import NAMES, NUMBERS, NUMBERS_NAME, Name
-from mpidl.training.options.option_types import (
+from mpidl.options.declaration import (
     SIZE,
     Rule,
     Size,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mpidl.errors import UserError
 from mpidl.losses import BinaryCrossEntropy, LabelLoss
-from mpidl.training.options.option_types import flag
+from mpidl.options.declaration import flag
 
 if TYPE_CHECKING:
     from mpidl.training.options.training_options import TrainingOptions

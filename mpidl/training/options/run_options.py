@@ -6,7 +6,7 @@ This module does not import `annotations` from `__future__`, so that help() show
 from collections.abc import Sequence
 from typing import Literal
 
-from mpidl.training.options.option_types import (
+from mpidl.options.declaration import (
     ON_OFF,
     Rule,
     at_least,

@@ -11,10 +11,7 @@ from typing import Any, Literal
 from mpidl.data.datastore import Datastore
 from mpidl.losses import LOSSES, TAKERS, LabelLoss, loss_with_options
 from mpidl.nn import Network
-from mpidl.training.optimizers import SOLVERS, SolverName
-from mpidl.training.optimizers.sgdm import NESTEROV
-from mpidl.training.optimizers.transforms import RULES
-from mpidl.training.options.option_types import (
+from mpidl.options.declaration import (
     Rule,
     at_least,
     factor,
@@ -24,6 +21,9 @@ from mpidl.training.options.option_types import (
     options_class,
     positive,
 )
+from mpidl.training.optimizers import SOLVERS, SolverName
+from mpidl.training.optimizers.sgdm import NESTEROV
+from mpidl.training.optimizers.transforms import RULES
 
 NUMBER = r"[0-9]+(\.[0-9]+)?(e[-+]?[0-9]+)?"  # pattern of a number >= 0
 

@@ -13,9 +13,9 @@ from mpidl.core import keyed
 from mpidl.data.storage.settings import check_url
 from mpidl.errors import UserError
 from mpidl.files import read_toml
+from mpidl.options.declaration import at_least, check_value, nearest
 from mpidl.text import did_you_mean
 from mpidl.training.options.configuration import RULES
-from mpidl.training.options.option_types import at_least, check_value, nearest
 
 TABLES = ("train", "grid", "trial", "random")
 COUNT, SEED = "count", "search_seed"  # keys of [random] that are not options

@@ -20,9 +20,7 @@ from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
 from mpidl.evaluation import class_metrics
 from mpidl.nn.zoo import RECIPES
-from mpidl.training.options.image_options import ImageOptions
-from mpidl.training.options.option_conflicts import check_conflicts
-from mpidl.training.options.option_types import (
+from mpidl.options.declaration import (
     Rule,
     at_least,
     check_value,
@@ -33,7 +31,9 @@ from mpidl.training.options.option_types import (
     options_class,
     rule_of,
 )
-from mpidl.training.options.option_types import flag as flag
+from mpidl.options.declaration import flag as flag
+from mpidl.training.options.image_options import ImageOptions
+from mpidl.training.options.option_conflicts import check_conflicts
 from mpidl.training.options.run_options import RunOptions
 from mpidl.training.options.solver_options import BY_SOLVER, SOLVER_NAMES, SolverOptions
 from mpidl.training.progress import Progress

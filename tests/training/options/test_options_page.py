@@ -17,8 +17,8 @@ HEAD = "| option | default | MATLAB | description |\n|---|---|---|---|"
 
 def tables():
     """Return {part of TrainingOptions: text of its table}."""
+    from mpidl.options.declaration import rule_of
     from mpidl.training.options.image_options import ImageOptions
-    from mpidl.training.options.option_types import rule_of
     from mpidl.training.options.solver_options import SolverOptions
     from mpidl.training.options.training_options import OPTIONS, default_text, flag
 
@@ -64,7 +64,7 @@ def literals(annotation):
 
 def test_annotations_have_the_choices_and_defaults_of_the_rules():
     from mpidl import TrainingOptions
-    from mpidl.training.options.option_types import rule_of
+    from mpidl.options.declaration import rule_of
     from mpidl.training.options.training_options import OPTIONS
 
     parameters = inspect.signature(TrainingOptions).parameters
