@@ -20,7 +20,7 @@ from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
 from mpidl.nn.layers import Sigmoid
-from mpidl.options.declaration import nearest, size_of
+from mpidl.options.declaration import nearest
 from mpidl.text import host_list
 from mpidl.training.files import run_folder
 from mpidl.training.options.training_options import TrainingOptions
@@ -124,21 +124,6 @@ def _is_mpi_from_pip():
         os.path.exists(os.path.join(os.path.dirname(sys.executable), name))
         for name in ("mpiexec.hydra", "prterun")
     )
-
-
-def preprocess(run: Mapping[str, Any]) -> Preprocess:
-    """Build the preprocessing that the options colour, resize, cover and centre_crop describe.
-
-    Raises
-    ------
-    UserError
-        If both resize and cover have a value.
-    """
-    names = ("resize", "cover", "centre_crop")
-    resize, cover, crop = (size_of(run.get(name)) for name in names)
-    if resize and cover:
-        raise UserError("--resize and --cover: expected at most one of them")
-    return Preprocess(resize or cover, run.get("colour"), cover=cover is not None, crop=crop)
 
 
 def with_test(

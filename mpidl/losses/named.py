@@ -39,13 +39,12 @@ LOSSES: dict[str, LossFunction] = {
     "mae": mean_absolute_error,
 }
 
-# {training option: names of the losses that have this option}
-TAKERS = {
-    "class_weights": ("crossentropy", "dice", "crossentropy+dice"),
-    "positive_weights": ("binary-crossentropy",),
-    "label_smoothing": ("crossentropy", "crossentropy+dice"),
-    "ignore_label": ("crossentropy", "binary-crossentropy", "dice", "crossentropy+dice"),
-    "focal_gamma": ("crossentropy", "binary-crossentropy", "crossentropy+dice"),
+# {name of a loss: class whose fields are the options of the loss}
+_CLASSES: dict[str, type[Any]] = {
+    "crossentropy": CrossEntropy,
+    "binary-crossentropy": BinaryCrossEntropy,
+    "dice": Dice,
+    "crossentropy+dice": CrossEntropy,
 }
 
 
@@ -73,7 +72,7 @@ def loss_with_options(name: str | Callable[..., Any], options: Mapping[str, Any]
     name
         The value of the argument `loss`.
     options
-        The options whose values differ from the defaults, as {name in TAKERS: value}.
+        The options whose values differ from the defaults, as {name: value}.
 
     Returns
     -------
@@ -86,11 +85,12 @@ def loss_with_options(name: str | Callable[..., Any], options: Mapping[str, Any]
         If the loss does not have one of the options, or if a value is out of range.
     """
     for option, value in options.items():
-        if callable(name) or name not in TAKERS[option]:
-            *losses, last = TAKERS[option]
-            takers = f"{', '.join(losses)} or {last}" if losses else last
+        takers = [loss for loss, cls in _CLASSES.items() if option in cls.__dataclass_fields__]
+        if callable(name) or name not in takers:
+            *losses, last = takers
+            expected = f"{', '.join(losses)} or {last}" if losses else last
             raise UserError(
-                f"--{option.replace('_', '-')} {value}: expected the loss {takers}, found {name}"
+                f"--{option.replace('_', '-')} {value}: expected the loss {expected}, found {name}"
             )
     if not options:
         return name

@@ -9,66 +9,35 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.files import read_toml, write_whole
-from mpidl.nn import Network
-from mpidl.options.declaration import (
-    SIZE,
-    Rule,
-    at_least,
-    check_value,
-    fraction,
-    nearest,
-    one_of,
-    positive,
-    rule_of,
-)
+from mpidl.options.declaration import check_value, flag, nearest, rule_of
 from mpidl.text import printable
+from mpidl.training.options.run_inputs import INPUTS
 from mpidl.training.options.training_options import (
-    NAMES,
     OPTIONS,
-    RUN,
     TrainingOptions,
-    flag,
     recipe_options,
 )
 from mpidl.training.schedules import ENDING
 
+if TYPE_CHECKING:
+    from mpidl.data.datastore import Datastore
+    from mpidl.nn import Network
+
 WEIGHTS = "weights"  # source of a normalization that is stored in the weight file
 RECORDS = ("sources", "versions", "weights_file")  # tables of options.toml that contain no options
-TEXT = Rule(str, "a text", pattern="(?s).*")
-RULES: dict[str, Rule] = {
-    **{name: rule_of(declared) for name, declared in OPTIONS.items()},
-    **{name: TEXT._replace(optional=default is None) for name, default in RUN.items()},
-    "network": TEXT._replace(optional=True),
-    "new_layer_factor": positive(),
-    "test_fraction": fraction(),
-    "colour": one_of("gray", "rgb", optional=True),
-    "requests": at_least(1),
-    "retry_seconds": positive(),
-    **dict.fromkeys(("resize", "cover", "centre_crop"), SIZE),
-}
+DECLARED = OPTIONS | INPUTS  # {name: declaration} of all names that a TOML file may set
 
 
 class Resolved(NamedTuple):
-    """The options and inputs of a run, with the source of each value.
-
-    Attributes
-    ----------
-    options : TrainingOptions
-        The options.
-    run : dict
-        The inputs of the run: {name: value} with the names in `RUN`.
-    sources : dict
-        {name: source} for each option and input, such as {"epochs": "command line"}.
-    """
+    """The options and inputs of a run, with the source of each value."""
 
     options: TrainingOptions
-    run: dict[str, Any]
-    sources: dict[str, str]
+    run: dict[str, Any]  # {name: value} of the inputs
+    sources: dict[str, str]  # such as {"epochs": "command line"}
 
 
 def resolve(
@@ -77,53 +46,46 @@ def resolve(
     config: str | os.PathLike[str] | None = None,
     resumed: Mapping[str, Any] | None = None,
 ) -> Resolved:
-    """Merge the sources of a run's options.
+    """Merge the sources of a run's options; raise UserError if a name or a value is invalid.
 
     Parameters
     ----------
     typed : mapping
-        {name: value} from the command line. Names that are neither options nor in `RUN` are
-        ignored.
+        {name: value} from the command line, which has checked the values. Other names are ignored.
     config : path, optional
         A TOML file with options, as given by --config.
     resumed : mapping, optional
         {"options": {...}, "run": {...}} from the checkpoint of the resumed run.
-
-    Returns
-    -------
-    Resolved
-        The merged options and inputs, with the source of each value.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be read or is not valid TOML, or if a name or a value is invalid.
     """
-    layers = [("command line", {n: v for n, v in typed.items() if n in OPTIONS or n in RUN})]
+    layers = [("command line", {n: v for n, v in typed.items() if n in DECLARED})]
     if config is not None:
         layers.append((f"config {config}", read_config(config)))
     if resumed is not None:
         # Checkpoints of the command `train` contain "run"; checkpoints of `dl.train` do not.
-        layers.append(("resumed run", {**resumed["options"], **resumed.get("run", {})}))
+        table = {**resumed["options"], **resumed.get("run", {})}
+        layers.append(
+            ("resumed run", {n: _checked(n, v) for n, v in table.items() if n in DECLARED})
+        )
     merged = {name: value for _, table in reversed(layers) for name, value in table.items()}
-    usual = RUN["network"] if merged.get("weights") in (None, "none") else None
+    usual = INPUTS["network"].default if merged.get("weights") is None else None
     network = merged.get("network", usual)
     layers.append((f"recipe {network}", recipe_options(network, merged)))
-    defaults = {**{name: f.default for name, f in OPTIONS.items()}, **RUN, "network": usual}
-    layers.append(("default", defaults))
+    layers.append(
+        ("default", {name: f.default for name, f in DECLARED.items()} | {"network": usual})
+    )
 
     values, sources = {}, {}
-    for name in (*NAMES, *RUN):
-        source, table = next((source, table) for source, table in layers if name in table)
-        spelled = flag(name) if source == "command line" else name
-        if source.startswith("config "):
-            spelled = f"{config}: {name}"
-        values[name], sources[name] = table[name], source
-        if source != "default":  # a default may be None, which the solver later replaces
-            values[name] = check_value(RULES[name], table[name], spelled)
+    for name in DECLARED:
+        sources[name], table = next((s, table) for s, table in layers if name in table)
+        values[name] = table[name]
     _refuse_two_batch_sizes(values, sources, [source for source, _ in layers])
-    run = {name: values.pop(name) for name in RUN}
+    run = {name: values.pop(name) for name in INPUTS}
     return Resolved(TrainingOptions(**values), run, sources)
+
+
+def _checked(name, value, spelled=None):
+    """Return the value of an option, converted; raise UserError if it is invalid."""
+    return check_value(rule_of(DECLARED[name]), value, spelled or name)
 
 
 def _refuse_two_batch_sizes(values, sources, order):
@@ -179,9 +141,9 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         option = name.replace("-", "_")
         if isinstance(value, dict):
             raise UserError(f"{path}: unknown table [{name}]: expected [options] or [run]")
-        if option not in RULES:
-            raise UserError(f"{path}: unknown option {name}{nearest(option, RULES)}")
-        values[option] = check_value(RULES[option], value, f"{path}: {name}")
+        if option not in DECLARED:
+            raise UserError(f"{path}: unknown option {name}{nearest(option, DECLARED)}")
+        values[option] = _checked(option, value, f"{path}: {name}")
     return values
 
 
@@ -254,7 +216,7 @@ def versions_of(mpi_library: str) -> dict[str, str]:
 
 
 def resumable(
-    options: TrainingOptions, net: Network, datastore: Datastore, ranks: int
+    options: TrainingOptions, net: "Network", datastore: "Datastore", ranks: int
 ) -> dict[str, Any]:
     """Return the facts of a run that `changed_on_resume` compares with a checkpoint."""
     store = options.validation

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpidl.errors import UserError
-from mpidl.losses import BinaryCrossEntropy, LabelLoss
 from mpidl.options.declaration import flag
 
 if TYPE_CHECKING:
@@ -69,8 +68,8 @@ def _check_sampling(options):
         return
     if options.shuffle == "never":
         raise UserError("--sampling balanced and --shuffle never: expected a random order")
-    if isinstance(loss, LabelLoss) and loss.is_balanced:
-        name = "positive" if isinstance(loss, BinaryCrossEntropy) else "class"
+    if getattr(loss, "is_balanced", False):
+        name = "positive" if hasattr(loss, "positive_weights") else "class"
         raise UserError(
             f"--sampling balanced and --{name}-weights balanced: expected at most one of them, "
             "because each gives all classes the same weight; numbers are allowed"

@@ -1,4 +1,4 @@
-"""Options for the devices and failures of ranks, checkpoints, and the output of a run.
+"""Options for the length of training, the order and reading of images, ranks, files and output.
 
 This module does not import `annotations` from `__future__`, so that help() shows the types.
 """
@@ -7,21 +7,121 @@ from collections.abc import Sequence
 from typing import Literal
 
 from mpidl.options.declaration import (
-    ON_OFF,
     Rule,
     at_least,
     choice,
     number_list,
-    one_of,
     option,
     options_class,
     positive,
 )
 
 
-@options_class
+@options_class(group="Length and mini-batches")
+class LengthOptions:
+    """The options of `TrainingOptions` for epochs and mini-batches."""
+
+    epochs: int = option(
+        at_least(1),
+        "Number of passes over the training set",
+        default=30,
+        resume="up",
+        matlab="MaxEpochs",
+    )
+    max_iterations: int | None = option(
+        at_least(1, optional=True),
+        "Stop after this many mini-batches in total, including those before a resume",
+        default=None,
+    )
+    batch_size: int = option(
+        at_least(1),
+        "Images per mini-batch, summed over all ranks",
+        default=128,
+        resume="fixed",
+        matlab="MiniBatchSize",
+    )
+    batch_per_rank: int | None = option(
+        at_least(1, optional=True),
+        "Images per mini-batch on each rank; sets the batch size to this number times the number "
+        "of ranks (the weights then depend on the number of ranks)",
+        default=None,
+        matlab="miniBatchSize*N",
+    )
+    accumulate: int = option(
+        at_least(1),
+        "Compute each mini-batch in up to this many parts, one after another, to save memory; "
+        "--batch-size counts the images of all parts, and batch-norm statistics are computed "
+        "separately for each part",
+        default=1,
+        resume="fixed",
+    )
+
+
+@options_class(group="Images", resume="fixed")
+class OrderOptions:
+    """The options of `TrainingOptions` for the order in which images are used."""
+
+    shuffle: Literal["never", "once", "every-epoch"] = choice(
+        "When to shuffle the training set",
+        default="once",
+        matlab="Shuffle",
+    )
+    sampling: Literal["global", "balanced", "partition"] = choice(
+        "How ranks draw images: from the whole training set (global); from each class equally "
+        "often, which repeats images of small classes (balanced); or each rank from its own "
+        "partition, so that the weights depend on the number of ranks (partition)",
+        default="global",
+        matlab="partition",
+    )
+    partial_minibatch: Literal["return", "discard"] = choice(
+        "Use the last mini-batch of an epoch if it is smaller than the others, or discard it, so "
+        "that an epoch has (number of training images) // (batch size) iterations",
+        default="return",
+        matlab="PartialMiniBatch",
+    )
+
+
+@options_class(group="Hardware and speed")
+class ReadingOptions:
+    """The options of `TrainingOptions` for reading images."""
+
+    test_flips: Literal["none", "x", "y", "xy"] = choice(
+        "Average the scores of the final test over each image and its mirror images: x left to "
+        "right, y top to bottom, xy in both directions",
+        default="none",
+        group="Augmentation",
+    )
+    on_bad_image: Literal["stop", "skip"] = choice(
+        "If an image cannot be read: stop, or skip the image, count it and list it in "
+        "bad-images.csv",
+        default="stop",
+        group="Images",
+    )
+    workers: int = option(
+        at_least(1),
+        "Threads per rank that read, decode and augment images ahead of training; affects speed "
+        "only",
+        default=1,
+        matlab="DispatchInBackground, PreprocessingEnvironment",
+    )
+    prefetch: int = option(
+        at_least(0),
+        "Mini-batches to prepare in advance; 0 prepares each mini-batch when it is needed",
+        default=2,
+        matlab="DispatchInBackground",
+    )
+    cache_mb: int = option(
+        at_least(0),
+        "Memory per host for data in MB (10**6 bytes), in addition to the current mini-batch. "
+        "Memory for prefetched mini-batches is reserved first. The rest caches decoded images for "
+        "all ranks of the host; images that do not fit are read again in each epoch",
+        default=1024,
+    )
+
+
+@options_class(group="Hardware and speed")
 class RunOptions:
-    """The options of `TrainingOptions` for the ranks and files of a run."""
+    """The options of `TrainingOptions` for the ranks, files and output of a run."""
 
     device: Literal["auto", "cpu", "gpu"] = choice(
         "Where the ranks compute; auto uses GPUs if every rank has one, else CPUs",
@@ -78,6 +178,7 @@ class RunOptions:
         "Iterations between checkpoints, in addition to a checkpoint at the end of each epoch; 0 "
         "writes checkpoints only at the ends of epochs",
         default=0,
+        group="Run and results",
         matlab="CheckpointFrequency",
     )
     audit_every: int = option(
@@ -85,11 +186,13 @@ class RunOptions:
         "Iterations between comparisons of the weights of all ranks; a comparison reports any rank "
         "whose weights differ; 0 compares the weights only when a checkpoint is written",
         default=0,
+        group="Run and results",
     )
     on_nan: Literal["stop", "rollback"] = choice(
         "If the loss or a weight is NaN or infinite: stop, or return to the end of the last epoch "
         "or the last periodic checkpoint and halve the learning rate, at most 5 times",
         default="stop",
+        group="Learning rate schedule",
     )
     on_lost_rank: Literal["stop", "shrink"] = choice(
         "If the process of a rank dies: stop, or continue on the remaining ranks and reach the "
@@ -99,10 +202,10 @@ class RunOptions:
     timeout: float = option(
         positive(), "Seconds to wait for an unresponsive rank before the run fails", default=300.0
     )
-    verbose: Literal["on", "off"] | bool = option(
-        one_of(*ON_OFF),
+    verbose: Literal["on", "off"] | bool = choice(
         "Show training progress: a bar and a table on a terminal, otherwise log lines",
         default="on",
+        group="Progress",
         matlab="Verbose",
     )
     verbose_every: int = option(
@@ -110,12 +213,14 @@ class RunOptions:
         "Iterations between log lines, with at most one line every 5 s; 0 logs no iteration, "
         "except the last iteration of a run that ends in the middle of an epoch",
         default=50,
+        group="Progress",
         matlab="VerboseFrequency",
     )
     plots: Literal["training-progress", "none"] = choice(
         "Draw progress.png in the results folder if matplotlib is installed: during training at "
         "the end of an epoch, at most every 10 s, and at the end of the run",
         default="training-progress",
+        group="Progress",
         matlab="Plots",
     )
     timeline: int | float = option(
@@ -124,16 +229,25 @@ class RunOptions:
         "of what each rank computes and waits for; the flag without a value records 100 "
         "iterations, and inf records the whole run",
         default=0,
+        group="Run and results",
     )
     timeline_mb: int = option(
         at_least(1),
         "Memory in MB for the timeline, divided among all ranks; the timeline ends early if the "
         "memory of a rank is full",
         default=32,
+        group="Run and results",
     )
-    tensorboard: Literal["on", "off"] | bool = option(
-        one_of(*ON_OFF),
+    tensorboard: Literal["on", "off"] | bool = choice(
         "Write event files for TensorBoard to the results folder, with curves, augmented images, "
         "the confusion matrix, and histograms of weights and gradients",
         default="off",
+        group="Run and results",
+    )
+    seed: int = option(
+        Rule(int, "between 0 and 2**63 - 1", 0, 2**63 - 1),
+        "Seed of all random numbers: initial weights, splits, order and augmentation",
+        default=0,
+        group="Run and results",
+        resume="fixed",
     )

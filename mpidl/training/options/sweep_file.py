@@ -13,9 +13,9 @@ from mpidl.core import keyed
 from mpidl.data.storage.settings import check_url
 from mpidl.errors import UserError
 from mpidl.files import read_toml
-from mpidl.options.declaration import at_least, check_value, nearest
+from mpidl.options.declaration import at_least, check_value, nearest, rule_of
 from mpidl.text import did_you_mean
-from mpidl.training.options.configuration import RULES
+from mpidl.training.options.configuration import DECLARED
 
 TABLES = ("train", "grid", "trial", "random")
 COUNT, SEED = "count", "search_seed"  # keys of [random] that are not options
@@ -148,7 +148,7 @@ def _checked(table, spelled):
     options = {}
     for name, value in table.items():
         option = _option(name, spelled, options)
-        options[option] = check_value(RULES[option], value, f"{spelled} {name}")
+        options[option] = check_value(rule_of(DECLARED[option]), value, f"{spelled} {name}")
     return options
 
 
@@ -158,8 +158,8 @@ def _option(name, spelled, earlier):
     Raise UserError if there is no such option, or if the name is in `earlier`.
     """
     option = name.replace("-", "_")
-    if option not in RULES:
-        raise UserError(f"{spelled} {name}: unknown option{nearest(option, RULES)}")
+    if option not in DECLARED:
+        raise UserError(f"{spelled} {name}: unknown option{nearest(option, DECLARED)}")
     if option in earlier:
         raise UserError(f"{spelled} {name}: expected {option} once, found it twice")
     return option
@@ -180,7 +180,7 @@ def _grid(path, table):
         if not isinstance(values, list) or not values:
             raise UserError(f"{spelled} {name} must be a list of values, found {values}")
         choices[option] = [
-            check_value(RULES[option], value, f"{spelled} {name}") for value in values
+            check_value(rule_of(DECLARED[option]), value, f"{spelled} {name}") for value in values
         ]
     if not choices:
         raise UserError(f"{path}: [grid] must have lists of values, found none")
@@ -196,7 +196,7 @@ def _random(path, table):
     if COUNT not in table:
         raise UserError(f"{spelled} expected {COUNT}, the number of trials, found none")
     count = check_value(at_least(1), table.pop(COUNT), f"{spelled} {COUNT}")
-    seed = check_value(RULES["seed"], table.pop(SEED, 0), f"{spelled} {SEED}")
+    seed = check_value(rule_of(DECLARED["seed"]), table.pop(SEED, 0), f"{spelled} {SEED}")
     if not table:
         raise UserError(f"{spelled} must have ranges of options, found none")
     _check_count(count, path)
@@ -207,7 +207,9 @@ def _random(path, table):
         for trial, number in zip(
             trials, keyed.uniform(seed, f"sweep {option}", count), strict=True
         ):
-            trial[option] = check_value(RULES[option], draw(number), f"{spelled} {name}")
+            trial[option] = check_value(
+                rule_of(DECLARED[option]), draw(number), f"{spelled} {name}"
+            )
     return trials
 
 
