@@ -18,7 +18,7 @@ from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.options.declaration import declared, flag
 from mpidl.training.options import training_options
-from mpidl.training.options.run_inputs import EMBEDDED, INPUTS, PACK
+from mpidl.training.options.run_inputs import EMBEDDED, INPUTS, PACK, TransferInputs
 
 STOPPED = 75  # exit code of a stopped run; the batch system should run it again
 EXIT_CODES = """\
@@ -47,27 +47,11 @@ PREPROCESS = tuple(declared(PreprocessOptions))
 
 
 def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, Any]:
-    """Parse the arguments of mpidl.train.
+    """Parse the arguments of mpidl.train, and return those that the user typed.
 
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The arguments; by default sys.argv[1:].
-    quiet : bool
-        Whether --help exits without printing. True on all ranks except rank 0.
-
-    Returns
-    -------
-    dict
-        The arguments that the user typed. The keys are the training options, the names in
-        `PREPROCESS` and `STORAGE`, and network, weights, new_layer_factor, freeze_up_to, data,
-        test_data, validation_data, test_fraction, upload, mlflow, wandb, preview, out, resume,
-        overwrite, monitor and config.
-
-    Raises
-    ------
-    UserError
-        If an argument is invalid.
+    `argv` is by default sys.argv[1:]. If `quiet`, as on all ranks except rank 0, --help exits
+    without printing. An invalid argument raises UserError. The keys are the training options, the
+    names in `INPUTS`, and preview, out, resume, overwrite, monitor and config.
     """
     parser = Parser(
         "mpidl.train",
@@ -114,16 +98,10 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
 
 
 def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
-    """Parse the arguments of mpidl.predict.
+    """Parse the arguments of mpidl.predict, as `train` does.
 
-    The parameters and errors are the same as for `train`.
-
-    Returns
-    -------
-    Namespace
-        The attributes are model, layers, data, out, top_k, confusion, metrics, activations, the
-        training options in `PREDICT`, normalization, preprocess and storage. preprocess and storage
-        are dicts {name: value} of the options in `PREPROCESS` and `STORAGE` that the user typed.
+    The attributes preprocess and storage are dicts {name: value} of the options in `PREPROCESS` and
+    `STORAGE` that the user typed. All other arguments are attributes.
     """
     parser = Parser(
         "mpidl.predict",
@@ -173,17 +151,11 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
 
 
 def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
-    """Parse the arguments of mpidl.verify.
+    """Parse the arguments of mpidl.verify, as `train` does.
 
-    The parameters and errors are the same as for `train`.
-
-    Returns
-    -------
-    Namespace
-        The attribute run is the folder of a run to check, or None. The attribute ranks is a list of
-        int, and srun tells whether srun starts the ranks. The attribute options is a dict
-        {name: value} of the training arguments that the user typed; it always contains
-        max_iterations.
+    The attribute run is the folder of a run to check, or None; ranks is a list of int; srun tells
+    whether srun starts the ranks. The attribute options is a dict {name: value} of the training
+    arguments that the user typed; it always contains max_iterations.
     """
     parser = Parser(
         "mpidl.verify",
@@ -211,7 +183,7 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         "srun's option --mpi",
     )
     parser.add_options(
-        *("network", "weights", "new_layer_factor", "freeze_up_to", "data", *PREPROCESS, *STORAGE),
+        *("network", "weights", *declared(TransferInputs), "data", *PREPROCESS, *STORAGE),
         *("max_iterations", "batch_size", "loss", "solver", "learning_rate", "momentum", "l2"),
         *("shuffle", "learn_rate_schedule", "gradient_threshold", "gradient_threshold_method"),
         *("device", "gpus", "graphs", "precision", "threads", "winograd", "batchnorm", "timeout"),
@@ -228,16 +200,10 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
 
 
 def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
-    """Parse the arguments of mpidl.info.
+    """Parse the arguments of mpidl.info, as `train` does.
 
-    The parameters and errors are the same as for `train`.
-
-    Returns
-    -------
-    Namespace
-        The attributes are network, model, layers, input_shape, classes, batch_size, threads and
-        json. An attribute is None if the user did not type it. Without a network or a model, the
-        command shows the machines of all ranks.
+    An attribute is None if the user did not type it. Without a network or a model, the command
+    shows the machines of all ranks.
     """
     parser = Parser(
         "mpidl.info",

@@ -73,22 +73,10 @@ def typed_command(module: str) -> str:
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises one-line UserErrors and accepts no abbreviated flags.
 
-    Parameters
-    ----------
-    command : str
-        Name of the module after ``python -m``, such as "mpidl.train".
-    description : str
-        Text at the top of --help.
-    quiet : bool
-        Whether --help exits without printing. True on all ranks except rank 0.
-    common : sequence of str
-        Names of the most common options, which --help shows first. If the command has many options,
-        --help shows help texts only for these names, and --help-all shows all options. Without
-        names, both flags show all options.
-    group : str
-        Title of the options that are added without a group.
-    **keywords
-        Other arguments of ArgumentParser.
+    `command` is the name of the module after ``python -m``. If `quiet`, as on all ranks except rank
+    0, --help exits without printing. `common` names the most common options, which --help shows
+    first. If the command has many options, --help explains only these, and --help-all explains all.
+    `group` is the title of options that are added without a group.
     """
 
     def __init__(
@@ -179,18 +167,9 @@ class Parser(argparse.ArgumentParser):
         return " ".join([*words, "[OPTION VALUE] ..."] if self.options else words)
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """Parse a command line.
+        """Parse a command line, by default sys.argv[1:].
 
-        Parameters
-        ----------
-        argv : sequence of str, optional
-            The arguments; by default sys.argv[1:].
-
-        Raises
-        ------
-        UserError
-            If an argument has an invalid value or is unknown. For an unknown option, the message
-            suggests the most similar option.
+        A UserError about an unknown option suggests the most similar option.
         """
         if argv is DESCRIBE:
             raise ParserReady(self)
@@ -278,10 +257,7 @@ def _either(names):
 
 
 def count(spelled: str) -> Callable[[str], int]:
-    """Return a function that converts a string to an integer of at least 1.
-
-    `spelled` is the flag to name in error messages.
-    """
+    """Return a function that converts the value of a flag to an integer of at least 1."""
 
     def convert(text):
         return check_value(at_least(1), text, spelled, text=True)
@@ -290,10 +266,7 @@ def count(spelled: str) -> Callable[[str], int]:
 
 
 def port_of(spelled: str) -> Callable[[str], int]:
-    """Return a function that converts a string to a port number.
-
-    `spelled` is the flag to name in error messages.
-    """
+    """Return a function that converts the value of a flag to a port number."""
 
     def convert(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):

@@ -20,15 +20,15 @@ from mpidl.files import on_rank_0, sha256_of_file
 from mpidl.interchange import network_files
 from mpidl.nn import Network, zoo
 from mpidl.nn.transfer import is_kept, last_layer, transfer
-from mpidl.options.declaration import flag
+from mpidl.options.declaration import declared, flag
 from mpidl.text import printable
 from mpidl.training import input_pipeline
 from mpidl.training.files import model_file
 from mpidl.training.options.configuration import WEIGHTS, Resolved
-from mpidl.training.options.run_inputs import INPUTS
+from mpidl.training.options.run_inputs import INPUTS, TransferInputs
 from mpidl.training.options.training_options import TrainingOptions
 
-RUN = ("new_layer_factor", "freeze_up_to")  # inputs of a run that need a weight file
+RUN = tuple(declared(TransferInputs))  # inputs of a run that need a weight file
 
 
 class Pretrained(NamedTuple):

@@ -6,6 +6,7 @@ from image_sets import refusal
 import mpidl_command
 from mpidl.cli import arguments, parser
 from mpidl.cli.parser import DESCRIBE, Parser, ParserReady, typed_command
+from mpidl.data.formats import FILES
 from mpidl.errors import UserError
 
 COMMANDS = tuple(mpidl_command.COMMANDS)
@@ -96,3 +97,8 @@ def test_an_option_that_is_on_or_off_needs_no_value():
     assert arguments.train(["--tensorboard", "off"])["tensorboard"] == "off"
     assert "--tensorboard must be on or off" in refusal(arguments.train, ["--tensorboard", "yes"])
     assert "--epochs: expected one argument" in refusal(arguments.train, ["--epochs"])
+
+
+def test_the_help_of_data_names_every_kind_of_file():
+    for fmt in FILES:
+        assert fmt.noun in arguments.DATA_HELP

@@ -91,8 +91,7 @@ def _checked(name, value, spelled=None):
 def _refuse_two_batch_sizes(values, sources, order):
     """Raise UserError if a batch size per rank would silently override the user's batch size.
 
-    This would happen if the user set the batch size on the command line or in a config file, and
-    the batch size per rank came from a source with the same or lower precedence.
+    It would if it came from a source with the same or lower precedence.
     """
     size, per_rank = sources["batch_size"], sources["batch_per_rank"]
     by_user = size == "command line" or size.startswith("config ")
@@ -108,26 +107,11 @@ def _refuse_two_batch_sizes(values, sources, order):
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read options and inputs of a run from a TOML file.
+    """Read options and inputs of a run from a TOML file, as {name: value} with underscores.
 
     Options are at the top level or in the table [options]; inputs are in the table [run]. The file
-    may be the options.toml of an earlier run. The tables [sources], [versions] and [weights_file]
-    are ignored.
-
-    Parameters
-    ----------
-    path : path
-        The file.
-
-    Returns
-    -------
-    dict
-        {name: value}, with underscores in the names.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be read or is not valid TOML, or if a name or a value is invalid.
+    may be the options.toml of an earlier run, whose other tables are ignored. Raises UserError if
+    the file cannot be read or is not valid TOML, or if a name or a value is invalid.
     """
     table = read_toml(path, f"--config {path}")
     table = {name: value for name, value in table.items() if name not in RECORDS}
@@ -156,18 +140,8 @@ def write_options(
     """Write the options and inputs of a run, their sources and software versions to a TOML file.
 
     None is written as "none". The file omits options whose values follow from other options or from
-    the weight file.
-
-    Parameters
-    ----------
-    path : path
-        The file to write.
-    resolved : Resolved
-        The options and inputs.
-    versions : mapping
-        Software versions, {"python": "3.11.7", ...}, as returned by `versions_of`.
-    weights_file : mapping, optional
-        Path and SHA-256 of the weight file. By default, no weight file is recorded.
+    the weight file. `versions` is the result of `versions_of`, and `weights_file` has the path and
+    the SHA-256 of the weight file, if there is one.
     """
     import tomli_w
 
@@ -201,12 +175,9 @@ def version_of(package: str) -> str:
 
 
 def versions_of(mpi_library: str) -> dict[str, str]:
-    """Return the versions that options.toml records: Python, NumPy, mpidl, mpi4py and MPI.
+    """Return the versions of Python, NumPy, mpidl, mpi4py and MPI for options.toml.
 
-    Parameters
-    ----------
-    mpi_library : str
-        The version string of the MPI library. Only its first line is recorded.
+    `mpi_library` is the version string of the MPI library, of which the first line is recorded.
     """
     versions = {"python": platform.python_version()}
     for package in ("numpy", "mpidl", "mpi4py"):
@@ -240,21 +211,9 @@ def changed_on_resume(
 ) -> None:
     """Raise UserError if a run has changed since its checkpoint in a way that prevents resuming.
 
-    The number of ranks may change, except in the middle of an epoch with --sampling partition.
-
-    Parameters
-    ----------
-    saved : mapping
-        The facts in the checkpoint.
-    now : mapping
-        The facts of the resumed run, as returned by `resumable`.
-    run_name : str
-        Name of the run in the error message.
-
-    Raises
-    ------
-    UserError
-        If a change is not allowed. The message lists all such changes.
+    `saved` has the facts of the checkpoint, and `now` the result of `resumable`. The number of
+    ranks may change, except in the middle of an epoch with --sampling partition. The message lists
+    all changes that are not allowed.
     """
     refused = []
     # Options that did not exist when the checkpoint was written had their default values.

@@ -19,13 +19,7 @@ EXCLUSIVE = (
 
 
 def check_conflicts(options: TrainingOptions) -> None:
-    """Raise a UserError if the values of two options contradict each other.
-
-    Parameters
-    ----------
-    options : TrainingOptions
-        Options whose values are valid individually.
-    """
+    """Raise a UserError if the values of two options contradict each other."""
     for pair in EXCLUSIVE:
         first, second = (f"{flag(name)} {getattr(options, name)}" for name in pair)
         if all(getattr(options, name) for name in pair):

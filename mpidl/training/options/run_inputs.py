@@ -3,7 +3,6 @@
 The command line and the table [run] of a TOML file set them; in Python, they are arguments.
 """
 
-from mpidl.data.formats import FILES
 from mpidl.data.storage.settings import Settings
 from mpidl.data.transforms.options import PreprocessOptions
 from mpidl.nn.zoo import NETWORKS
@@ -23,13 +22,13 @@ DATA_HELP = (
     "Images: digits or cells; or the path, or the URL such as s3://bucket/prefix, of one of these: "
     "a folder with one sub-folder of images per class, or with such "
     "folders, train/, validation/ and test/; a folder of IDX files or of CIFAR's binary files; "
-    f"{', '.join(fmt.noun for fmt in FILES if fmt.noun)}, or a file made by {PACK}"
+    f"an HDF5 file, a .mat file, an .npz file, a .csv table, or a file made by {PACK}"
 )
 
 
 @options_class(group="Start from weights")
-class SourceInputs:
-    """The network and the images of a run."""
+class NetworkInputs:
+    """The network of a run."""
 
     network: str | None = option(
         text_or_none("NAME", *NETWORKS),
@@ -46,6 +45,12 @@ class SourceInputs:
         "classes. Without --network, the network is the one that FILE describes",
         default=None,
     )
+
+
+@options_class(group="Start from weights")
+class TransferInputs:
+    """The arguments of `dl.transfer`, which need a weight file."""
+
     new_layer_factor: float = option(
         positive(),
         "With --weights, factor by which the learning rate is multiplied for the new layer",
@@ -59,17 +64,21 @@ class SourceInputs:
         default=None,
         python="it is an argument of dl.transfer",
     )
+
+
+@options_class(group="Images")
+class DataInputs:
+    """The images of a run."""
+
     data: str = option(
         TEXT._replace(metavar="DATA", suggestions=EMBEDDED),
         DATA_HELP,
         default="digits",
-        group="Images",
     )
     test_data: str | None = option(
         text_or_none("DATA"),
         "Test images",
         default=None,
-        group="Images",
         shown="the test images of --data, else --test-fraction of --data",
     )
     test_fraction: float = option(
@@ -77,7 +86,6 @@ class SourceInputs:
         "Fraction of --data, taken from each class, to hold out for testing if --data has no test "
         "images; 0 disables the test",
         default=0.1,
-        group="Images",
     )
     validation_data: str | None = option(  # in Python, the option `validation`
         text_or_none("DATA|test", "test"),
@@ -115,7 +123,7 @@ class CopyInputs:
 
 
 @options_class(group="Run and results")
-class RunInputs(CopyInputs, Settings, PreprocessOptions, SourceInputs):
+class RunInputs(CopyInputs, Settings, PreprocessOptions, DataInputs, TransferInputs, NetworkInputs):
     """The inputs of a run, from the last group to the first."""
 
 

@@ -1,4 +1,4 @@
-"""Options for the length of training, the order and reading of images, ranks, files and output.
+"""Options for the length of training, ranks, failures, and the output of a run.
 
 This module does not import `annotations` from `__future__`, so that help() shows the types.
 """
@@ -57,71 +57,9 @@ class LengthOptions:
     )
 
 
-@options_class(group="Images", resume="fixed")
-class OrderOptions:
-    """The options of `TrainingOptions` for the order in which images are used."""
-
-    shuffle: Literal["never", "once", "every-epoch"] = choice(
-        "When to shuffle the training set",
-        default="once",
-        matlab="Shuffle",
-    )
-    sampling: Literal["global", "balanced", "partition"] = choice(
-        "How ranks draw images: from the whole training set (global); from each class equally "
-        "often, which repeats images of small classes (balanced); or each rank from its own "
-        "partition, so that the weights depend on the number of ranks (partition)",
-        default="global",
-        matlab="partition",
-    )
-    partial_minibatch: Literal["return", "discard"] = choice(
-        "Use the last mini-batch of an epoch if it is smaller than the others, or discard it, so "
-        "that an epoch has (number of training images) // (batch size) iterations",
-        default="return",
-        matlab="PartialMiniBatch",
-    )
-
-
 @options_class(group="Hardware and speed")
-class ReadingOptions:
-    """The options of `TrainingOptions` for reading images."""
-
-    test_flips: Literal["none", "x", "y", "xy"] = choice(
-        "Average the scores of the final test over each image and its mirror images: x left to "
-        "right, y top to bottom, xy in both directions",
-        default="none",
-        group="Augmentation",
-    )
-    on_bad_image: Literal["stop", "skip"] = choice(
-        "If an image cannot be read: stop, or skip the image, count it and list it in "
-        "bad-images.csv",
-        default="stop",
-        group="Images",
-    )
-    workers: int = option(
-        at_least(1),
-        "Threads per rank that read, decode and augment images ahead of training; affects speed "
-        "only",
-        default=1,
-        matlab="DispatchInBackground, PreprocessingEnvironment",
-    )
-    prefetch: int = option(
-        at_least(0),
-        "Mini-batches to prepare in advance; 0 prepares each mini-batch when it is needed",
-        default=2,
-        matlab="DispatchInBackground",
-    )
-    cache_mb: int = option(
-        at_least(0),
-        "Memory per host for data in MB (10**6 bytes), in addition to the current mini-batch. "
-        "Memory for prefetched mini-batches is reserved first. The rest caches decoded images for "
-        "all ranks of the host; images that do not fit are read again in each epoch",
-        default=1024,
-    )
-
-
-@options_class(group="Hardware and speed")
-class RunOptions:
-    """The options of `TrainingOptions` for the ranks, files and output of a run."""
+class RankOptions:
+    """The options of `TrainingOptions` for the ranks and their checkpoints."""
 
     device: Literal["auto", "cpu", "gpu"] = choice(
         "Where the ranks compute; auto uses GPUs if every rank has one, else CPUs",
@@ -181,13 +119,12 @@ class RunOptions:
         group="Run and results",
         matlab="CheckpointFrequency",
     )
-    audit_every: int = option(
-        at_least(0),
-        "Iterations between comparisons of the weights of all ranks; a comparison reports any rank "
-        "whose weights differ; 0 compares the weights only when a checkpoint is written",
-        default=0,
-        group="Run and results",
-    )
+
+
+@options_class(group="Hardware and speed")
+class FailureOptions:
+    """The options of `TrainingOptions` for failures of ranks."""
+
     on_nan: Literal["stop", "rollback"] = choice(
         "If the loss or a weight is NaN or infinite: stop, or return to the end of the last epoch "
         "or the last periodic checkpoint and halve the learning rate, at most 5 times",
@@ -202,6 +139,12 @@ class RunOptions:
     timeout: float = option(
         positive(), "Seconds to wait for an unresponsive rank before the run fails", default=300.0
     )
+
+
+@options_class(group="Run and results")
+class OutputOptions:
+    """The options of `TrainingOptions` for the output of a run, and its seed."""
+
     verbose: Literal["on", "off"] | bool = choice(
         "Show training progress: a bar and a table on a terminal, otherwise log lines",
         default="on",
@@ -229,25 +172,21 @@ class RunOptions:
         "of what each rank computes and waits for; the flag without a value records 100 "
         "iterations, and inf records the whole run",
         default=0,
-        group="Run and results",
     )
     timeline_mb: int = option(
         at_least(1),
         "Memory in MB for the timeline, divided among all ranks; the timeline ends early if the "
         "memory of a rank is full",
         default=32,
-        group="Run and results",
     )
     tensorboard: Literal["on", "off"] | bool = choice(
         "Write event files for TensorBoard to the results folder, with curves, augmented images, "
         "the confusion matrix, and histograms of weights and gradients",
         default="off",
-        group="Run and results",
     )
     seed: int = option(
         Rule(int, "between 0 and 2**63 - 1", 0, 2**63 - 1),
         "Seed of all random numbers: initial weights, splits, order and augmentation",
         default=0,
-        group="Run and results",
         resume="fixed",
     )

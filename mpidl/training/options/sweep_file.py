@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl.core import keyed
-from mpidl.data.storage.settings import check_url
+from mpidl.data.storage.settings import Settings, check_url
 from mpidl.errors import UserError
 from mpidl.files import read_toml
-from mpidl.options.declaration import at_least, check_value, nearest, rule_of
+from mpidl.options.declaration import at_least, check_value, declared, nearest, rule_of
 from mpidl.text import did_you_mean
 from mpidl.training.options.configuration import DECLARED
 
@@ -27,35 +27,20 @@ DIGITS = 6  # significant digits of random numbers; later digits depend on the C
 SPEED = (
     *("gpus", "graphs", "threads", "worker_load", "workers", "prefetch", "cache_mb", "timeout"),
     *("checkpoint_every", "verbose", "verbose_every", "plots"),
-    *("endpoint_url", "requests", "cache_dir", "retry_seconds"),
+    *declared(Settings),
 )
 
 Options = dict[str, Any]
 
 
 class Sweep(NamedTuple):
-    """The trials of a sweep.
-
-    Attributes
-    ----------
-    path : str
-        Path of the file.
-    train : dict
-        Options for every trial: {name: value}, with underscores in the names.
-    trials : list of dict
-        For each trial, the options that vary. They override the options in `train`.
-    varied : list of str
-        Names of all options that vary, in the order in which the file lists them.
-    folds : int or None
-        Number of folds of a cross-validation. Each combination of the other options then has one
-        trial per fold, in succession. None without cross-validation.
-    """
+    """The trials of a sweep. With `folds`, each has one trial per fold, in succession."""
 
     path: str
-    train: Options
-    trials: list[Options]
-    varied: list[str]
-    folds: int | None = None
+    train: Options  # {name: value} for every trial, with underscores in the names
+    trials: list[Options]  # for each trial, the options that vary, which override `train`
+    varied: list[str]  # names of the options that vary, in the order of the file
+    folds: int | None = None  # number of folds of a cross-validation
 
     def options(self, index: int) -> Options:
         """Return all options of a trial, given its index from 0."""
@@ -68,25 +53,8 @@ def read(path: str | os.PathLike[str]) -> Sweep:
     The table [train] sets options for every trial. One of three other tables defines the trials:
     all combinations of the lists in [grid], one trial per table [[trial]], or random trials as
     described in [random]. If the key `folds` = K precedes the tables, each trial becomes K trials,
-    with the option `fold` from 1/K to K/K. In a file with `folds`, the table that defines the
-    trials is optional.
-
-    Parameters
-    ----------
-    path : path
-        The file.
-
-    Returns
-    -------
-    Sweep
-        The trials.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be read or is not valid TOML, if it does not describe trials, if an
-        option or a value is invalid, or if a URL contains credentials. The message names the file,
-        the table and the key.
+    with the option `fold` from 1/K to K/K, and the table that defines trials is optional. A
+    UserError about the file names the table and the key.
     """
     path = os.fspath(path)
     tables = read_toml(path, path)
@@ -153,10 +121,7 @@ def _checked(table, spelled):
 
 
 def _option(name, spelled, earlier):
-    """Return the name of an option with underscores.
-
-    Raise UserError if there is no such option, or if the name is in `earlier`.
-    """
+    """Return the name of an option with underscores, which must be known and not in `earlier`."""
     option = name.replace("-", "_")
     if option not in DECLARED:
         raise UserError(f"{spelled} {name}: unknown option{nearest(option, DECLARED)}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from mpidl.data.loading.options import OrderOptions, ReadingOptions
 from mpidl.data.transforms.options import AugmentationOptions, MixingOptions, NormalizationOptions
 from mpidl.errors import UserError
 from mpidl.evaluation.options import ValidationOptions
@@ -28,15 +29,16 @@ from mpidl.options.declaration import (
     rule_of,
 )
 from mpidl.options.declaration import flag as flag
+from mpidl.training.audit import AuditOptions
 from mpidl.training.optimizers import SOLVERS
 from mpidl.training.optimizers.options import ClipOptions, DecayOptions, SolverOptions
 from mpidl.training.options.option_conflicts import check_conflicts
 from mpidl.training.options.run_inputs import INPUTS
 from mpidl.training.options.run_options import (
+    FailureOptions,
     LengthOptions,
-    OrderOptions,
-    ReadingOptions,
-    RunOptions,
+    OutputOptions,
+    RankOptions,
 )
 from mpidl.training.schedules import ScheduleOptions
 from mpidl.training.weight_average import AverageOptions
@@ -69,7 +71,10 @@ def _refuse_unknown(cls: type[Options]) -> type[Options]:
 @options_class(group="Solver")
 class TrainingOptions(  # from the last group of options to the first
     ValidationOptions,
-    RunOptions,
+    OutputOptions,
+    FailureOptions,
+    AuditOptions,
+    RankOptions,
     ReadingOptions,
     MixingOptions,
     AugmentationOptions,
@@ -314,17 +319,10 @@ SOLVER_NAMES = (
 def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a recipe that remain valid when other options override the recipe.
 
-    If `overrides` change the solver, the recipe's options that depend on the solver are dropped.
-    These options are those in `SOLVER_NAMES`, and those whose defaults differ between the two
-    solvers. The recipe's `scale_rate` is dropped if the learning rate is overridden or dropped, or
-    if `linear_scaling` is set.
-
-    Parameters
-    ----------
-    name : str
-        Name of the network. If the network has no recipe, the result is empty.
-    overrides : mapping
-        Options from sources that take precedence over the recipe.
+    If `overrides` change the solver, the recipe's options that depend on the solver are dropped:
+    those in `SOLVER_NAMES`, and those whose defaults differ between the two solvers. The recipe's
+    `scale_rate` is dropped if the learning rate is overridden or dropped, or if `linear_scaling` is
+    set. A network without a recipe has no options.
     """
     options = dict(RECIPES.get(name, {}))
     old = options.get("solver", "sgdm")
