@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from mpidl.errors import UserError
-from mpidl.options.declaration import at_least, check_value, flag, nearest, rule_of
+from mpidl.options.declaration import at_least, check_value, flag, rule_of
 from mpidl.training.options.configuration import DECLARED
 from mpidl.training.options.run_inputs import PACK
-from mpidl.training.options.training_options import help_text, shown_default
+from mpidl.training.options.training_options import help_text, nearest, shown_default
 
 COMMON = "Common options"
 UNGROUPED = "Other options"

@@ -20,8 +20,7 @@ from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
 from mpidl.nn.layers import Sigmoid
-from mpidl.options.declaration import nearest
-from mpidl.text import host_list
+from mpidl.text import did_you_mean, host_list
 from mpidl.training.files import run_folder
 from mpidl.training.options.training_options import TrainingOptions
 
@@ -292,7 +291,7 @@ def network(
         build = user_files.load_user_function(name, "--network")
     else:
         networks = ", ".join(zoo.NETWORKS)
-        hint = nearest(name, zoo.NETWORKS)
+        hint = did_you_mean(name, zoo.NETWORKS)
         raise UserError(f"--network {name}: expected {networks} or FILE.py:FUNCTION{hint}")
     try:
         built = build(input_shape, classes, seed) if in_zoo else build(input_shape, classes)

@@ -10,13 +10,12 @@ import math
 import numbers
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args, get_origin
 
 from mpidl.errors import UserError
-from mpidl.text import did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -132,7 +131,7 @@ def option(
     group: str | None = None,
     resume: Resume | None = None,
     matlab: str = "",
-    shown: str | None = None,
+    default_help: str | None = None,
     python: str = "",
 ) -> Any:
     """Declare an option as a field of an `options_class`.
@@ -151,14 +150,15 @@ def option(
         Replacements for the arguments of `options_class`.
     matlab : str
         Name of the option in MATLAB.
-    shown : str, optional
+    default_help : str, optional
         The default in --help; "" shows none. By default, the text of `default`.
     python : str
         How a Python program sets an option that is not a field of `TrainingOptions`.
     """
-    facts = {"rule": rule, "help": text, "matlab": matlab, "shown": shown, "python": python}
-    given = {"group": group, "resume": resume}
-    facts |= {name: value for name, value in given.items() if value is not None}
+    facts = {"rule": rule, "help": text, "matlab": matlab, "python": python}
+    facts["default_help"] = default_help
+    replacements = {"group": group, "resume": resume}
+    facts |= {name: value for name, value in replacements.items() if value is not None}
     return field(default=default, metadata=facts)
 
 
@@ -182,14 +182,14 @@ def options_class(
         for name, value in vars(cls).items():
             if isinstance(value, Field) and value.metadata:
                 facts = {"group": group, "resume": resume, **value.metadata}
-                facts["rule"] = facts["rule"] or _named(cls.__annotations__[name])
+                facts["rule"] = facts["rule"] or _literal_rule(cls.__annotations__[name])
                 value.metadata = MappingProxyType(facts)
         return dataclass(frozen=True, kw_only=True)(cls)
 
     return decorate
 
 
-def _named(annotation):
+def _literal_rule(annotation):
     """Return the rule for the names in the `Literal` of an annotation."""
     kinds = [get_origin(kind) for kind in get_args(annotation)]
     literal = annotation
@@ -210,8 +210,8 @@ def rule_of(declaration: Field) -> Rule:
 
 def default_text(declaration: Field) -> str:
     """Return the default of an option as --help shows it, or "" if --help shows none."""
-    shown, default = declaration.metadata["shown"], declaration.default
-    return shown if shown is not None else "none" if default is None else str(default)
+    text, default = declaration.metadata["default_help"], declaration.default
+    return text if text is not None else "none" if default is None else str(default)
 
 
 def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> Any:
@@ -275,37 +275,6 @@ def _fits(rule, converted):
     except OverflowError:  # an integer above the largest float
         return False
     return finite and low and high
-
-
-# {option name in MATLAB or another library, in lower case without dashes and underscores:
-#  option name in mpidl}
-SYNONYMS = {
-    "accumulategradbatches": "accumulate",
-    "checkpointfrequency": "checkpoint_every",
-    "checkpointpath": "out",
-    "dispatchinbackground": "workers",
-    "executionenvironment": "device",
-    "gradientaccumulationsteps": "accumulate",
-    "initiallearnrate": "learning_rate",
-    "l2regularization": "l2",
-    "lr": "learning_rate",
-    "maxepochs": "epochs",
-    "minibatchsize": "batch_size",
-    "optimizer": "solver",
-    "preprocessingenvironment": "workers",
-    "validationdata": "validation",
-    "verbosefrequency": "verbose_every",
-    "weightdecay": "l2",
-    "nodecay": "decay_exclude",
-}
-
-
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return ": did you mean X?" for the option closest to a name, or "" if none is close.
-
-    The search includes option names of MATLAB and other libraries.
-    """
-    return did_you_mean(name, candidates, SYNONYMS)
 
 
 def flag(name: str) -> str:

@@ -29,7 +29,7 @@ class Settings:
         text_or_none("URL"),
         "S3-compatible store for s3:// data",
         default=None,
-        shown="AWS_ENDPOINT_URL, else Amazon S3",
+        default_help="AWS_ENDPOINT_URL, else Amazon S3",
     )
     requests: int = option(
         at_least(1), "Simultaneous requests to an object store per node", default=32
@@ -43,7 +43,7 @@ class Settings:
         positive(),
         "Seconds for which a request is retried if an object store is busy or does not answer",
         default=120.0,
-        shown="120",
+        default_help="120",
     )
 
 

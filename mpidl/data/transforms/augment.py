@@ -133,6 +133,11 @@ class Augmenter(AugmenterOptions):
         options : TrainingOptions
             The options.
 
+        Returns
+        -------
+        Augmenter or None
+            The augmenter.
+
         Raises
         ------
         UserError
@@ -161,7 +166,9 @@ class Augmenter(AugmenterOptions):
         }
         if options.erase_value != "noise":
             numbers["erase_value"] = int(options.erase_value)
-        same = {name: value for name, value in numbers.items() if name in cls.__dataclass_fields__}
+        shared = {
+            name: value for name, value in numbers.items() if name in cls.__dataclass_fields__
+        }
         try:
             return cls(
                 reflect_x="x" in options.flip,
@@ -172,7 +179,7 @@ class Augmenter(AugmenterOptions):
                 translate_x=options.translate,
                 translate_y=options.translate,
                 crop=numbers.get("random_crop"),
-                **same,
+                **shared,
             )
         except UserError as error:  # for example a scale whose range is reversed
             name, _, text = str(error).partition(":")

@@ -93,6 +93,11 @@ class Mixing:
         ----------
         options : TrainingOptions
             The options.
+
+        Returns
+        -------
+        Mixing or None
+            The mixing.
         """
         if not (options.mixup or options.cutmix):
             return None

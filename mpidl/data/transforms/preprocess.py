@@ -78,6 +78,11 @@ class Preprocess:
         options : mapping
             {name: value} of the options in `PreprocessOptions`; each may be missing.
 
+        Returns
+        -------
+        Preprocess
+            The preprocessing.
+
         Raises
         ------
         UserError

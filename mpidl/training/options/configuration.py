@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidl.errors import UserError
 from mpidl.files import read_toml, write_whole
-from mpidl.options.declaration import check_value, flag, nearest, rule_of
+from mpidl.options.declaration import check_value, flag, rule_of
 from mpidl.text import printable
 from mpidl.training.options.run_inputs import INPUTS
 from mpidl.training.options.training_options import (
     OPTIONS,
     TrainingOptions,
+    nearest,
     recipe_options,
 )
 from mpidl.training.schedules import ENDING

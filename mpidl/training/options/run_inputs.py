@@ -55,7 +55,7 @@ class TransferInputs:
         positive(),
         "With --weights, factor by which the learning rate is multiplied for the new layer",
         default=1.0,
-        shown="1",
+        default_help="1",
         python="it is an argument of dl.transfer",
     )
     freeze_up_to: str | None = option(
@@ -79,7 +79,7 @@ class DataInputs:
         text_or_none("DATA"),
         "Test images",
         default=None,
-        shown="the test images of --data, else --test-fraction of --data",
+        default_help="the test images of --data, else --test-fraction of --data",
     )
     test_fraction: float = option(
         fraction(),
@@ -92,7 +92,7 @@ class DataInputs:
         "Images for validation during training; test selects the test images",
         default=None,
         group="Validation",
-        shown="the validation images in --data, such as a folder validation/",
+        default_help="the validation images in --data, such as a folder validation/",
     )
 
 
@@ -105,7 +105,7 @@ class CopyInputs:
         "Copy model.h5, summary.json and options.toml to this prefix of an object store at the "
         "end, such as s3://bucket/run7",
         default=None,
-        shown="",
+        default_help="",
     )
     mlflow: str | None = option(
         text_or_none("DIR"),

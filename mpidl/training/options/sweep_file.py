@@ -13,9 +13,10 @@ from mpidl.core import keyed
 from mpidl.data.storage.settings import Settings, check_url
 from mpidl.errors import UserError
 from mpidl.files import read_toml
-from mpidl.options.declaration import at_least, check_value, declared, nearest, rule_of
+from mpidl.options.declaration import at_least, check_value, declared, rule_of
 from mpidl.text import did_you_mean
 from mpidl.training.options.configuration import DECLARED
+from mpidl.training.options.training_options import nearest
 
 TABLES = ("train", "grid", "trial", "random")
 COUNT, SEED = "count", "search_seed"  # keys of [random] that are not options

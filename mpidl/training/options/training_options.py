@@ -8,7 +8,7 @@ other sources. Defaults follow MATLAB's trainingOptions.
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -23,12 +23,12 @@ from mpidl.options.declaration import (
     choice,
     declared,
     default_text,
-    nearest,
     numbers_of,
     options_class,
     rule_of,
 )
 from mpidl.options.declaration import flag as flag
+from mpidl.text import did_you_mean
 from mpidl.training.audit import AuditOptions
 from mpidl.training.optimizers import SOLVERS
 from mpidl.training.optimizers.options import ClipOptions, DecayOptions, SolverOptions
@@ -289,6 +289,14 @@ class TrainingOptions(  # from the last group of options to the first
         }
 
 
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """Return ": did you mean X?" for the option closest to a name, or "" if none is close.
+
+    The search includes the names of options in MATLAB and other libraries.
+    """
+    return did_you_mean(name, candidates, SYNONYMS)
+
+
 OPTIONS = declared(TrainingOptions)
 NAMES = tuple(OPTIONS)
 HINTS = {
@@ -298,6 +306,18 @@ HINTS = {
         for name, declaration in INPUTS.items()
         if name != "validation_data"  # in Python, the option `validation`
     },
+}
+
+# {name in MATLAB or another library, in lower case without underscores: name in mpidl}
+SYNONYMS = {
+    **{
+        name.lower(): option
+        for option, declaration in reversed(OPTIONS.items())  # the first option of a name remains
+        for name in declaration.metadata["matlab"].split(", ")
+    },
+    **{"accumulategradbatches": "accumulate", "gradientaccumulationsteps": "accumulate"},
+    **{"checkpointpath": "out", "lr": "learning_rate", "nodecay": "decay_exclude"},
+    **{"optimizer": "solver", "validationdata": "validation", "weightdecay": "l2"},
 }
 
 # Defaults that depend on the solver: {option: {solver: value}}.
