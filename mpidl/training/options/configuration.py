@@ -63,10 +63,7 @@ def resolve(
         layers.append((f"config {config}", read_config(config)))
     if resumed is not None:
         # Checkpoints of the command `train` contain "run"; checkpoints of `dl.train` do not.
-        table = {**resumed["options"], **resumed.get("run", {})}
-        layers.append(
-            ("resumed run", {n: _checked(n, v) for n, v in table.items() if n in DECLARED})
-        )
+        layers.append(("resumed run", {**resumed["options"], **resumed.get("run", {})}))
     merged = {name: value for _, table in reversed(layers) for name, value in table.items()}
     usual = INPUTS["network"].default if merged.get("weights") is None else None
     network = merged.get("network", usual)
@@ -78,7 +75,8 @@ def resolve(
     values, sources = {}, {}
     for name in DECLARED:
         sources[name], table = next((s, table) for s, table in layers if name in table)
-        values[name] = table[name]
+        is_unchecked = sources[name] == "resumed run"  # the other sources have checked their values
+        values[name] = _checked(name, table[name]) if is_unchecked else table[name]
     _refuse_two_batch_sizes(values, sources, [source for source, _ in layers])
     run = {name: values.pop(name) for name in INPUTS}
     return Resolved(TrainingOptions(**values), run, sources)
