@@ -1,7 +1,4 @@
-"""Options of training that select and change the loss.
-
-This module does not import `annotations` from `__future__`, so that help() shows the types.
-"""
+"""Options of training that select and change the loss."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal

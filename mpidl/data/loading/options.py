@@ -1,7 +1,4 @@
-"""Options of training for the order in which images are used, and for reading them.
-
-This module does not import `annotations` from `__future__`, so that help() shows the types.
-"""
+"""Options of training for the order in which images are used, and for reading them."""
 
 from typing import Literal
 

@@ -1,7 +1,4 @@
-"""Options of training that select the transforms of images.
-
-This module does not import `annotations` from `__future__`, so that help() shows the types.
-"""
+"""Options of training that select the transforms of images."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args

@@ -1,7 +1,4 @@
-"""Options for the length of training, ranks, failures, and the output of a run.
-
-This module does not import `annotations` from `__future__`, so that help() shows the types.
-"""
+"""Options for the length of training, ranks, failures, and the output of a run."""
 
 from collections.abc import Sequence
 from typing import Literal
