@@ -22,7 +22,8 @@ from mpidl.ranks import failure
 from mpidl.ranks.world import World
 from mpidl.report import Console
 from mpidl.training.files import checkpoint, model_file
-from mpidl.training.options import training_options
+from mpidl.training.options.run_inputs import RunInputs
+from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train as train_network
 
 # Largest relative differences between the GPU's and the CPU's losses in the first epoch of the
@@ -92,7 +93,7 @@ def train(world, net, train_set, options, out=None, resume=None):
     The training runs on the world's device, unless the options name another device.
     """
     recorder = LossRecorder()
-    training = training_options.TrainingOptions(**{**zoo.RECIPES["digits"], **options})
+    training = TrainingOptions(**{**zoo.RECIPES["digits"], **options})
     result = train_network(
         net, train_set, training, world=world, out=out, console=recorder, resume=resume
     )
@@ -116,7 +117,7 @@ def load(path, small=False):
         os.replace(f"{path}.part", path)
     with np.load(path) as file:
         store = ArrayDatastore(file["images"], file["labels"], source="digits")
-    return store.split(1 - training_options.RUN["test_fraction"], seed=0)
+    return store.split(1 - RunInputs.test_fraction, seed=0)
 
 
 def bright_rows(count=60, side=8, classes=3):

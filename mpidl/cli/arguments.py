@@ -10,12 +10,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpidl.cli.parser import Parser, count, image_shape, port_of, rank_counts, typed_command
-from mpidl.data.formats import FILES
+from mpidl.cli.parser import RUN, Parser, count, image_shape, port_of, rank_counts, typed_command
+from mpidl.data.storage.settings import Settings
 from mpidl.data.transforms import normalize
+from mpidl.data.transforms.options import PreprocessOptions
 from mpidl.errors import UserError
 from mpidl.nn import zoo
+from mpidl.options.declaration import declared, flag
 from mpidl.training.options import training_options
+from mpidl.training.options.run_inputs import EMBEDDED, INPUTS, PACK, TransferInputs
 
 STOPPED = 75  # exit code of a stopped run; the batch system should run it again
 EXIT_CODES = """\
@@ -39,32 +42,16 @@ VERIFY_COMMON = (
 # Training options that mpidl.predict also accepts.
 PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
 PREDICT += ("on_bad_image", "test_flips")
-STORAGE = ("endpoint_url", "requests", "cache_dir", "retry_seconds")
-PREPROCESS = ("colour", "resize", "cover", "centre_crop")
+STORAGE = tuple(declared(Settings))
+PREPROCESS = tuple(declared(PreprocessOptions))
 
 
 def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, Any]:
-    """Parse the arguments of mpidl.train.
+    """Parse the arguments of mpidl.train, and return those that the user typed.
 
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The arguments; by default sys.argv[1:].
-    quiet : bool
-        Whether --help exits without printing. True on all ranks except rank 0.
-
-    Returns
-    -------
-    dict
-        The arguments that the user typed. The keys are the training options, the names in
-        `PREPROCESS` and `STORAGE`, and network, weights, new_layer_factor, freeze_up_to, data,
-        test_data, validation_data, test_fraction, upload, mlflow, wandb, preview, out, resume,
-        overwrite, monitor and config.
-
-    Raises
-    ------
-    UserError
-        If an argument is invalid.
+    `argv` is by default sys.argv[1:]. If `quiet`, as on all ranks except rank 0, --help exits
+    without printing. An invalid argument raises UserError. The keys are the training options, the
+    names in `INPUTS`, and preview, out, resume, overwrite, monitor and config.
     """
     parser = Parser(
         "mpidl.train",
@@ -72,51 +59,14 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
         "digits network on the embedded digit images with its recipe.",
         quiet,
         TRAIN_COMMON,
+        RUN,
         epilog="A default applies unless the network's recipe sets the option.\n"
         f"{_recipe('digits')}\n\n"
         "The first of these sources that has a value wins: the command line, --config, the\n"
         f"resumed run, the recipe, the default.\n\n{EXIT_CODES}",
         argument_default=argparse.SUPPRESS,
     )
-    _add_data(parser)
-    parser.text(
-        "--test-data",
-        "DATA",
-        "Test images; default: the test images of --data, else --test-fraction of --data",
-    )
-    parser.add(
-        "test_fraction",
-        "Fraction of --data, taken from each class, to hold out for testing if --data has no "
-        "test images; 0 disables the test",
-        str(training_options.RUN["test_fraction"]),
-    )
-    parser.text(
-        "--validation-data",
-        "DATA|test",
-        "Images for validation during training; test selects the test images; default: the "
-        "validation images in --data, such as a folder validation/",
-        ("test",),
-    )
-    add_preprocess(parser)
-    add_storage(parser)
-    parser.text(
-        "--upload",
-        "URL",
-        "Copy model.h5, summary.json and options.toml to this prefix of an object store at the "
-        "end, such as s3://bucket/run7",
-    )
-    parser.text(
-        "--mlflow",
-        "DIR",
-        "Record the run in this MLflow file store, such as mlruns; default: none",
-    )
-    parser.text(
-        "--wandb",
-        "PROJECT",
-        "Record the run for this Weights & Biases project, offline in the results folder; "
-        "wandb sync uploads it; default: none",
-    )
-    parser.add_options(*training_options.NAMES)
+    parser.add_options(*INPUTS, *training_options.NAMES)
     parser.text(
         "--preview",
         "FILE.png",
@@ -139,6 +89,7 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
         nargs="?",
         const=0,
         type=port_of("--monitor"),
+        group="Progress",
         metavar="PORT",
         help="Serve a page with the curves of the run and a button that stops it, as mpidl.monitor "
         "does, and print its URL; default without PORT: a free port",
@@ -147,22 +98,17 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
 
 
 def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
-    """Parse the arguments of mpidl.predict.
+    """Parse the arguments of mpidl.predict, as `train` does.
 
-    The parameters and errors are the same as for `train`.
-
-    Returns
-    -------
-    Namespace
-        The attributes are model, layers, data, out, top_k, confusion, metrics, activations, the
-        training options in `PREDICT`, normalization, preprocess and storage. preprocess and storage
-        are dicts {name: value} of the options in `PREPROCESS` and `STORAGE` that the user typed.
+    The attributes preprocess and storage are dicts {name: value} of the options in `PREPROCESS` and
+    `STORAGE` that the user typed. All other arguments are attributes.
     """
     parser = Parser(
         "mpidl.predict",
         "Classify images with a trained network.",
         quiet,
         PREDICT_COMMON,
+        RUN,
         epilog=(
             "--colour, --resize, --cover and --centre-crop replace all of the model's own\n"
             "preprocessing, even if only one of these options is given."
@@ -192,10 +138,9 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
     )
     parser.add_options("metrics")
     parser.text("--activations", "LAYER", "Write the output of this layer for each image to --out")
-    add_preprocess(parser, "the model's preprocessing")
+    parser.add_options(*PREPROCESS, **dict.fromkeys(PREPROCESS, "the model's preprocessing"))
     add_normalization(parser, "the normalization that FILE describes")
-    add_storage(parser)
-    parser.add_options(*PREDICT)
+    parser.add_options(*STORAGE, *PREDICT)
     defaults = {name: training_options.OPTIONS[name].default for name in ("metrics", *PREDICT)}
     values = defaults | vars(parser.parse(argv))
     groups = {
@@ -206,17 +151,11 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
 
 
 def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
-    """Parse the arguments of mpidl.verify.
+    """Parse the arguments of mpidl.verify, as `train` does.
 
-    The parameters and errors are the same as for `train`.
-
-    Returns
-    -------
-    Namespace
-        The attribute run is the folder of a run to check, or None. The attribute ranks is a list of
-        int, and srun tells whether srun starts the ranks. The attribute options is a dict
-        {name: value} of the training arguments that the user typed; it always contains
-        max_iterations.
+    The attribute run is the folder of a run to check, or None; ranks is a list of int; srun tells
+    whether srun starts the ranks. The attribute options is a dict {name: value} of the training
+    arguments that the user typed; it always contains max_iterations.
     """
     parser = Parser(
         "mpidl.verify",
@@ -225,6 +164,7 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         "loaded.",
         quiet,
         VERIFY_COMMON,
+        RUN,
         epilog="exit codes: 0 the weights are equal, or the newest files of the run are complete; "
         "1 the weights differ, or an error; 2 invalid options, or a file of the run is damaged",
     )
@@ -242,10 +182,8 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         help="Start the ranks with srun instead of mpirun, in a Slurm job; MPIDL_SRUN_MPI sets "
         "srun's option --mpi",
     )
-    _add_data(parser)
-    add_preprocess(parser)
-    add_storage(parser)
     parser.add_options(
+        *("network", "weights", *declared(TransferInputs), "data", *PREPROCESS, *STORAGE),
         *("max_iterations", "batch_size", "loss", "solver", "learning_rate", "momentum", "l2"),
         *("shuffle", "learn_rate_schedule", "gradient_threshold", "gradient_threshold_method"),
         *("device", "gpus", "graphs", "precision", "threads", "winograd", "batchnorm", "timeout"),
@@ -256,22 +194,16 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
     run, ranks, srun = options.pop("run"), options.pop("ranks"), options.pop("srun")
     typed = [*(["ranks"] if ranks else []), *(["srun"] if srun else []), *options]
     if run is not None and typed:
-        raise UserError(f"{training_options.flag(typed[0])}: expected no RUN with it, found {run}")
+        raise UserError(f"{flag(typed[0])}: expected no RUN with it, found {run}")
     options = {"max_iterations": 5, **options}
     return argparse.Namespace(run=run, ranks=ranks or [1, 2, 3, 4], srun=srun, options=options)
 
 
 def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
-    """Parse the arguments of mpidl.info.
+    """Parse the arguments of mpidl.info, as `train` does.
 
-    The parameters and errors are the same as for `train`.
-
-    Returns
-    -------
-    Namespace
-        The attributes are network, model, layers, input_shape, classes, batch_size, threads and
-        json. An attribute is None if the user did not type it. Without a network or a model, the
-        command shows the machines of all ranks.
+    An attribute is None if the user did not type it. Without a network or a model, the command
+    shows the machines of all ranks.
     """
     parser = Parser(
         "mpidl.info",
@@ -327,80 +259,21 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
     sizes = ("input_shape", "classes")
     typed = [name for name in sizes if getattr(namespace, name) is not None]
     if typed and namespace.network is None:
-        raise UserError(
-            f"{training_options.flag(typed[0])}: expected --network NAME with it, found none"
-        )
+        raise UserError(f"{flag(typed[0])}: expected --network NAME with it, found none")
     return namespace
 
 
-# Names of embedded data sets. Shell completion offers them for --data.
-EMBEDDED = ("digits", "cells")
 MODEL_HELP = (
     "Trained network: model.h5 of a run, an ONNX file (*.onnx), or a safetensors file that mpidl "
     "wrote (*.safetensors)"
 )
-DATA_HELP = (
-    "Images: digits or cells; or the path, or the URL such as s3://bucket/prefix, of one of these: "
-    "a folder with one sub-folder of images per class, or with such "
-    "folders, train/, validation/ and test/; a folder of IDX files or of CIFAR's binary files; "
-    f"{', '.join(fmt.noun for fmt in FILES if fmt.noun)}, or a file made by "
-    f"{typed_command('mpidl.pack')}"
-)
+DATA_HELP = INPUTS["data"].metadata["help"].replace(PACK, typed_command("mpidl.pack"))
 
 
 def as_flags(options: Mapping[str, Any]) -> list[str]:
     """Convert options to flags: {"batch_size": 8} gives ["--batch-size", "8"]."""
     texts = {name: "none" if value is None else str(value) for name, value in options.items()}
-    return [text for name in texts for text in (training_options.flag(name), texts[name])]
-
-
-def _add_data(parser):
-    parser.text(
-        "--network",
-        "NAME",
-        f"Network to train: {', '.join(zoo.NETWORKS)}, or FILE.py:FUNCTION, which is called "
-        "with input_shape and classes. A returned Network keeps its learnables; a list of layers "
-        "is initialized from --seed; default: digits",
-        zoo.NETWORKS,
-        default=argparse.SUPPRESS,
-    )
-    parser.text(
-        "--weights",
-        "FILE",
-        "Start from the weights in FILE (model.h5 of a run, ONNX or safetensors). A new layer for "
-        "the classes of --data replaces the last layer with learnables, unless FILE has the same "
-        "classes. Without --network, the network is the one that FILE describes; default: none",
-        default=argparse.SUPPRESS,
-    )
-    parser.add(
-        "new_layer_factor",
-        "With --weights, factor by which the learning rate is multiplied for the new layer",
-        "1",
-    )
-    parser.text(
-        "--freeze-up-to",
-        "LAYER",
-        "With --weights, keep the learnables of this layer and of all layers before it; "
-        "default: none",
-        default=argparse.SUPPRESS,
-    )
-    text = f"{DATA_HELP}; default: digits"
-    parser.text("--data", "DATA", text, EMBEDDED, default=argparse.SUPPRESS)
-
-
-def add_preprocess(parser: Parser, default: str = "none") -> None:
-    """Add the flags for preprocessing, in the order in which the operations are applied.
-
-    The flags apply to all data sets.
-    """
-    texts = (
-        "Convert images to gray or to RGB",
-        "Resize images to this size, bilinearly",
-        "Resize images, keeping their proportions, to the smallest size that covers this size",
-        "Crop images to this size around the centre",
-    )
-    for name, text in zip(PREPROCESS, texts, strict=True):
-        parser.add(name, text, default)
+    return [text for name in texts for text in (flag(name), texts[name])]
 
 
 def add_normalization(parser: Parser, default: str) -> None:
@@ -412,6 +285,7 @@ def add_normalization(parser: Parser, default: str) -> None:
         f"{normalize.CHOICES}; default: {default}",
         normalize.FIXED,
         type=_fixed_normalization,
+        group="Images",
     )
 
 
@@ -419,33 +293,6 @@ def _fixed_normalization(text):
     if text not in normalize.FIXED and not normalize.is_numbers(text):
         raise UserError(f"--normalization must be {normalize.CHOICES}, found {text}")
     return text
-
-
-def add_storage(parser: Parser) -> None:
-    """Add the flags for access to object stores."""
-    none = {"default": argparse.SUPPRESS}
-    parser.text(
-        "--endpoint-url",
-        "URL",
-        "S3-compatible store for s3:// data; default: AWS_ENDPOINT_URL, else Amazon S3",
-        **none,
-    )
-    parser.add(
-        "requests",
-        "Simultaneous requests to an object store per node",
-        str(training_options.RUN["requests"]),
-    )
-    parser.text(
-        "--cache-dir",
-        "DIR",
-        "Local folder that caches objects for later epochs and runs; default: none",
-        **none,
-    )
-    parser.add(
-        "retry_seconds",
-        "Seconds for which a request is retried if an object store is busy or does not answer",
-        f"{training_options.RUN['retry_seconds']:g}",
-    )
 
 
 def _png_path(text):

@@ -18,30 +18,14 @@ STARTERS = ("mpirun", "mpiexec", "srun")  # programs that run the command on sev
 
 
 class Value(NamedTuple):
-    """A flag with its value, or a positional argument.
+    """A flag with its value, or a positional argument."""
 
-    Attributes
-    ----------
-    flag : str
-        The flag, such as "--solver"; "" for a positional argument.
-    help : str
-        Help text.
-    metavar : str
-        Placeholder of the value; "" for a flag without a value.
-    choices : sequence of str
-        Values to suggest.
-    is_path : bool
-        Whether the value may be a path.
-    is_repeated : bool
-        Whether several values may follow.
-    """
-
-    flag: str
+    flag: str  # such as "--solver"; "" for a positional argument
     help: str
-    metavar: str
-    choices: Sequence[str]
-    is_path: bool
-    is_repeated: bool = False
+    metavar: str  # placeholder of the value; "" for a flag without a value
+    choices: Sequence[str]  # values to suggest
+    is_path: bool  # whether the value may be a path
+    is_repeated: bool = False  # whether several values may follow
 
 
 class Command(NamedTuple):
@@ -54,13 +38,7 @@ class Command(NamedTuple):
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
-    """Parse the arguments of mpidl.completion; `arguments.train` describes parameters and errors.
-
-    Returns
-    -------
-    Namespace
-        The attribute shell is a key of `SHELLS`.
-    """
+    """Parse the arguments of mpidl.completion; the attribute `shell` is a key of `SHELLS`."""
     command = typed_command("mpidl.completion")
     parser = Parser(
         "mpidl.completion",

@@ -21,10 +21,10 @@ from mpidl.errors import Fault, UserError
 from mpidl.files import reason
 from mpidl.jobs.job_process import POLL_SECONDS, START_VARIABLE, JobProcess
 from mpidl.jobs.job_words import JobCommand
+from mpidl.options.declaration import at_least, check_value
 from mpidl.ranks import failure
 from mpidl.report import status
 from mpidl.training.files import checkpoint
-from mpidl.training.options import training_options
 
 RESTARTS = 3
 LOG = "restarts.log"  # in the folder of the run
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
 
 
 def _restarts(text):
-    return training_options.check("verbose_every", text, "--restarts", text=True)
+    return check_value(at_least(0), text, "--restarts", text=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

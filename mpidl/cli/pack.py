@@ -7,17 +7,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mpidl.cli import arguments, remote, start
+from mpidl.cli import arguments, remote
 from mpidl.cli.parser import Parser, count
 from mpidl.data import registry
 from mpidl.data.formats import pack_contents, packed, packing
 from mpidl.data.storage.settings import check_url, refuse_remote
+from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
+from mpidl.options.declaration import check_value, one_of
 from mpidl.ranks import failure
 from mpidl.report.progress.console import LINE_SECONDS
 from mpidl.report.progress.rows import clock
 from mpidl.report.progress.terminal import terminal_width
-from mpidl.training.options.option_types import check_value, one_of
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
@@ -78,8 +79,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "Store the images in files of about this size next to DST.h5; default: in DST.h5",
         type=count("--shard-mb"),
     )
-    arguments.add_preprocess(parser)
-    arguments.add_storage(parser)
+    parser.add_options(*arguments.PREPROCESS, *arguments.STORAGE)
     parser.add_argument(
         "--threads",
         type=count("--threads"),
@@ -92,7 +92,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         help="Check SRC, a packed file, against its checksums",
     )
     parsed = parser.parse(argv)
-    preprocess = start.preprocess(vars(parsed))
+    preprocess = Preprocess.of_options(vars(parsed))
     shapes_file = parsed.shards or parsed.shard_mb or parsed.images != "decoded"
     if parsed.verify and (parsed.target or preprocess or shapes_file):
         raise UserError("--verify: expected only a packed file")

@@ -8,11 +8,22 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from mpidl.cli import help_groups
 from mpidl.errors import UserError
-from mpidl.training.options import configuration, training_options
-from mpidl.training.options.option_types import check_value
+from mpidl.options.declaration import at_least, check_value, flag, rule_of
+from mpidl.training.options.configuration import DECLARED
+from mpidl.training.options.run_inputs import PACK
+from mpidl.training.options.training_options import help_text, nearest, shown_default
 
+COMMON = "Common options"
+UNGROUPED = "Other options"
+RUN = "Run and results"
+# Titles of groups of options, in the order in which --help shows them.
+GROUPS = (
+    *(RUN, "Images", "Augmentation", "Study", "Object stores", "Start from weights"),
+    *("Length and mini-batches", "Solver", "Learning rate schedule", "Validation"),
+    *("Hardware and speed", "Progress"),
+)
+SHORT_LIST = 13  # a command with more options than this has a short --help
 MAX_CHOICES = 40  # longest list of choices, in characters, that --help shows after a flag
 
 
@@ -62,20 +73,10 @@ def typed_command(module: str) -> str:
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises one-line UserErrors and accepts no abbreviated flags.
 
-    Parameters
-    ----------
-    command : str
-        Name of the module after ``python -m``, such as "mpidl.train".
-    description : str
-        Text at the top of --help.
-    quiet : bool
-        Whether --help exits without printing. True on all ranks except rank 0.
-    common : sequence of str
-        Names of the most common options, which --help shows first. If the command has many options,
-        --help shows help texts only for these names, and --help-all shows all options. Without
-        names, both flags show all options.
-    **keywords
-        Other arguments of ArgumentParser.
+    `command` is the name of the module after ``python -m``. If `quiet`, as on all ranks except rank
+    0, --help exits without printing. `common` names the most common options, which --help shows
+    first. If the command has many options, --help explains only these, and --help-all explains all.
+    `group` is the title of options that are added without a group.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Parser(argparse.ArgumentParser):
         description: str,
         quiet: bool,
         common: Sequence[str] = (),
+        group: str = UNGROUPED,
         **keywords: Any,
     ):
         super().__init__(
@@ -94,8 +96,9 @@ class Parser(argparse.ArgumentParser):
             add_help=False,
             **keywords,
         )
-        self.quiet, self.common, self.is_complete = quiet, common, False
+        self.quiet, self.common, self.group, self.is_complete = quiet, common, group, False
         self.suggestions: dict[str, Sequence[str]] = {}  # {flag: values that a shell completes}
+        self.groups: dict[str, str] = {}  # {destination of an option: title of its group}
         for flags in (("-h", "--help"), ("--help-all",)):
             self.add_argument(*flags, action=_Help, nargs=0, dest="help", default=argparse.SUPPRESS)
 
@@ -121,21 +124,38 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help: the most common options, or all options in groups."""
-        sections = help_groups.sections(self.options, self.common)
-        is_long = self.common and len(self.options) > help_groups.SHORT_LIST
+        sections = self.sections()
+        is_long = self.common and len(self.options) > SHORT_LIST
         is_short = is_long and not self.is_complete
         formatter = self._get_formatter()
         formatter.add_usage(self.usage or self._usage(), (), ())
         formatter.add_text(self.description)
         _add_section(formatter, "Arguments", self.operands)
         for title, actions in sections.items():
-            if title == help_groups.COMMON or not is_short:
+            if title == COMMON or not is_short:
                 _add_section(formatter, title, actions)
         if is_short:
-            del sections[help_groups.COMMON]
+            del sections[COMMON]
             formatter.add_text(_flag_lists(sections))
         formatter.add_text(self.epilog)
         return formatter.format_help()
+
+    def sections(self) -> dict[str, list[argparse.Action]]:
+        """Return {title: options} of --help-all, without empty groups, in the order of `GROUPS`.
+
+        Within a group, options keep the order in which they were added. A command with few options
+        has a single group.
+        """
+        if not self.common and len(self.options) <= SHORT_LIST:
+            return {"Options": self.options} if self.options else {}
+        sections: dict[str, list[argparse.Action]] = {}
+        for title in (COMMON, *GROUPS, UNGROUPED):
+            sections[title] = [a for a in self.options if self._title(a.dest) == title]
+        sections[COMMON].sort(key=lambda action: self.common.index(action.dest))
+        return {title: members for title, members in sections.items() if members}
+
+    def _title(self, name):
+        return COMMON if name in self.common else self.groups[name]
 
     def _usage(self):
         """Return the usage: required options and arguments, and a placeholder for the rest."""
@@ -147,18 +167,9 @@ class Parser(argparse.ArgumentParser):
         return " ".join([*words, "[OPTION VALUE] ..."] if self.options else words)
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """Parse a command line.
+        """Parse a command line, by default sys.argv[1:].
 
-        Parameters
-        ----------
-        argv : sequence of str, optional
-            The arguments; by default sys.argv[1:].
-
-        Raises
-        ------
-        UserError
-            If an argument has an invalid value or is unknown. For an unknown option, the message
-            suggests the most similar option.
+        A UserError about an unknown option suggests the most similar option.
         """
         if argv is DESCRIBE:
             raise ParserReady(self)
@@ -174,11 +185,17 @@ class Parser(argparse.ArgumentParser):
                     "MPIDL_RANKS for run/train"
                 )
             if name.startswith("--") and name not in flags:
-                raise UserError(f"unknown option {name}{training_options.nearest(name, flags)}")
+                raise UserError(f"unknown option {name}{nearest(name, flags)}")
         arguments, extra = self.parse_known_args(argv)
         if extra:
             raise UserError(f"unexpected argument {extra[0]} (--help lists the options)")
         return arguments
+
+    def add_argument(self, *names: str, group: str = "", **keywords: Any) -> argparse.Action:
+        """Add an argument to a group, by default to the group of the parser."""
+        action = super().add_argument(*names, **keywords)
+        self.groups[action.dest] = group or self.group
+        return action
 
     def text(
         self, flag: str, metavar: str, text: str, suggestions: Iterable[str] = (), **keywords: Any
@@ -190,39 +207,32 @@ class Parser(argparse.ArgumentParser):
         self.suggestions[flag] = tuple(suggestions) or tuple(keywords.get("choices", ()))
         self.add_argument(flag, metavar=metavar, help=text, **keywords)
 
-    def add_options(self, *names: str, **defaults: object) -> None:
-        """Add flags for training options; `defaults` replace the defaults that --help shows."""
-        for name in names:
-            default = str(defaults.get(name, training_options.default_text(name)))
-            self.add(name, training_options.OPTIONS[name].metadata["help"], default)
+    def add_options(self, *names: str, **replaced: object) -> None:
+        """Add the flags of declared options; `replaced` has other defaults for --help to show.
 
-    def add(self, name: str, text: str, default: str = "none") -> None:
-        """Add the flag of an option in `configuration.RULES`.
-
-        Parameters
-        ----------
-        name : str
-            Name of the option, a key of `configuration.RULES`.
-        text : str
-            Help text.
-        default : str
-            The default that --help shows.
+        A value is checked and converted when the command line is parsed. Options that the user did
+        not type are missing in the result.
         """
-        rule = configuration.RULES[name]
+        for name in names:
+            self._add_option(DECLARED[name], replaced.get(name))
+
+    def _add_option(self, declaration, default):
+        name, rule, text = flag(declaration.name), rule_of(declaration), help_text(declaration)
+        text = text.replace(PACK, typed_command("mpidl.pack"))
         choices = "|".join([*rule.choices, *([rule.metavar] if rule.pattern else [])])
         if len(choices) > MAX_CHOICES:
             text, choices = f"{text}. NAME is {_either(rule.choices)}", "NAME"
-        self.suggestions[training_options.flag(name)] = rule.choices
-        keywords: dict[str, Any] = {}
-        if rule.bare is not None:
-            keywords = {"nargs": "?", "const": rule.bare}
-        self.add_argument(
-            training_options.flag(name),
-            **keywords,
-            type=lambda value: check_value(rule, value, training_options.flag(name), text=True),
-            metavar=choices or {int: "N", float: "X"}[rule.kind],
-            help=f"{text}; default: {default}",
+        default = shown_default(declaration) if default is None else default
+        bare = {} if rule.bare is None else {"nargs": "?", "const": rule.bare}
+        self.text(
+            name,
+            choices or {int: "N", float: "X"}[rule.kind],
+            f"{text}; default: {default}" if default != "" else text,
+            (*rule.choices, *rule.suggestions),
+            group=declaration.metadata["group"],
+            type=lambda value: check_value(rule, value, name, text=True),
             default=argparse.SUPPRESS,
+            **bare,
         )
 
 
@@ -247,22 +257,16 @@ def _either(names):
 
 
 def count(spelled: str) -> Callable[[str], int]:
-    """Return a function that converts a string to an integer of at least 1.
-
-    `spelled` is the flag to name in error messages.
-    """
+    """Return a function that converts the value of a flag to an integer of at least 1."""
 
     def convert(text):
-        return training_options.check("epochs", text, spelled, text=True)
+        return check_value(at_least(1), text, spelled, text=True)
 
     return convert
 
 
 def port_of(spelled: str) -> Callable[[str], int]:
-    """Return a function that converts a string to a port number.
-
-    `spelled` is the flag to name in error messages.
-    """
+    """Return a function that converts the value of a flag to a port number."""
 
     def convert(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
@@ -274,10 +278,7 @@ def port_of(spelled: str) -> Callable[[str], int]:
 
 def image_shape(text: str) -> tuple[int, ...]:
     """Convert the value C,H,W of --input-shape to a tuple of three integers."""
-    sides = [
-        training_options.check("epochs", part, "--input-shape", text=True)
-        for part in text.split(",")
-    ]
+    sides = [check_value(at_least(1), part, "--input-shape", text=True) for part in text.split(",")]
     if len(sides) != 3:
         raise UserError(f"--input-shape must be C,H,W, such as 3,227,227, found {text}")
     return tuple(sides)
@@ -286,9 +287,7 @@ def image_shape(text: str) -> tuple[int, ...]:
 def rank_counts(text: str, flag: str = "--ranks", limit: int | None = None) -> list[int]:
     """Convert the value N,N,... of an option to a list of integers, each at most `limit`."""
     try:
-        counts = [
-            training_options.check("epochs", part, flag, text=True) for part in text.split(",")
-        ]
+        counts = [check_value(at_least(1), part, flag, text=True) for part in text.split(",")]
     except UserError:
         raise UserError(f"{flag} must be numbers of ranks such as 1,2,3, found {text}") from None
     if limit is not None and max(counts) > limit:

@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         images = data.open_test_data(
             parsed.data, world, classes=losses.label_names(net), labelled=False, option="--data"
         )
-    preprocess = start.preprocess(parsed.preprocess) if parsed.preprocess else net.preprocess
+    preprocess = net.preprocess
+    if parsed.preprocess:
+        preprocess = data.Preprocess.of_options(parsed.preprocess)
     reason = getattr(images, "unlabelled", None)  # `preprocessed` drops this attribute
     images = data.preprocessed(images, preprocess)
     if parsed.normalization and normalize.needs_statistics(parsed.normalization, images):

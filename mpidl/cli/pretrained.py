@@ -19,15 +19,16 @@ from mpidl.files import on_rank_0, sha256_of_file
 from mpidl.interchange import network_files
 from mpidl.nn import Network, zoo
 from mpidl.nn.transfer import is_kept, last_layer, transfer
+from mpidl.options.declaration import declared, flag
 from mpidl.ranks.world import World
 from mpidl.text import printable
 from mpidl.training import input_pipeline
 from mpidl.training.files import model_file
-from mpidl.training.options import training_options
 from mpidl.training.options.configuration import WEIGHTS, Resolved
+from mpidl.training.options.run_inputs import INPUTS, TransferInputs
 from mpidl.training.options.training_options import TrainingOptions
 
-RUN = ("new_layer_factor", "freeze_up_to")  # inputs of a run that need a weight file
+RUN = tuple(declared(TransferInputs))  # inputs of a run that need a weight file
 
 
 class Pretrained(NamedTuple):
@@ -84,10 +85,8 @@ def load(
         _check_resumed(resolved, resume[1])
     if path is None:
         for name in RUN:
-            if run[name] != training_options.RUN[name]:
-                raise UserError(
-                    f"{training_options.flag(name)} {run[name]}: expected --weights FILE with it"
-                )
+            if run[name] != INPUTS[name].default:
+                raise UserError(f"{flag(name)} {run[name]}: expected --weights FILE with it")
         if run["network"] is None:
             raise UserError("--network none: expected --weights FILE with it, found none")
         return None
@@ -167,10 +166,10 @@ def _check_resumed(resolved, facts):
         )
     names = RUN if run["weights"] is None else ("network", *RUN)
     for name in names:
-        old = saved.get(name, training_options.RUN[name])
+        old = saved.get(name, INPUTS[name].default)
         if run[name] != old:
             raise UserError(
-                f"--resume: the run cannot continue: {training_options.flag(name)} was "
+                f"--resume: the run cannot continue: {flag(name)} was "
                 f"{_or_none(old)}, is {_or_none(run[name])}"
             )
 

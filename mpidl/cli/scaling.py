@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from mpidl.cli import arguments, scaling_probe, start
-from mpidl.cli.parser import DESCRIBE, Parser, count, rank_counts, typed_command
+from mpidl.cli.parser import DESCRIBE, RUN, Parser, count, rank_counts, typed_command
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, UserError
 from mpidl.jobs.launcher import launcher
@@ -87,6 +87,7 @@ def _parser(quiet):
         "any number of ranks. All other options, and those after --, are options of mpidl.train.\n"
         "The same command continues a study.",
         quiet,
+        group="Study",
         usage=f"{typed_command('mpidl.scaling')} [OPTION VALUE] ... [OPTION OF mpidl.train] ...",
         epilog=EXIT_CODES,
     )
@@ -96,6 +97,7 @@ def _parser(quiet):
         "Numbers of ranks on which to train, one after another; default: 1, 2, 4, ... up to the "
         "number of cores, or none with --predict",
         type=rank_counts,
+        group=RUN,
     )
     parser.add_argument(
         "--weak",
@@ -117,7 +119,7 @@ def _parser(quiet):
         type=_accuracy,
     )
     parser.add_argument(
-        "--srun", action="store_true", help="Start the ranks with srun instead of mpirun"
+        "--srun", action="store_true", help="Start the ranks with srun instead of mpirun", group=RUN
     )
     parser.text(
         "--predict",
@@ -158,9 +160,12 @@ def _parser(quiet):
         "FILE",
         "Only run the probe on the ranks that mpirun or srun started, and write its result as JSON",
     )
-    parser.text("--out", "DIR", "Folder of the study; default: runs/scaling-NETWORK")
+    parser.text("--out", "DIR", "Folder of the study; default: runs/scaling-NETWORK", group=RUN)
     parser.add_argument(
-        "--overwrite", action="store_true", help="Replace the study in the folder of --out"
+        "--overwrite",
+        action="store_true",
+        help="Replace the study in the folder of --out",
+        group=RUN,
     )
     parser.add_argument(
         "--table", action="store_true", help="Write the table and figures again without training"

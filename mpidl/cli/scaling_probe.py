@@ -35,7 +35,7 @@ def main(path: str, typed: Mapping[str, Any], seconds: float) -> int:
     remote.configure(run, world)
     world.transport.timeout = options.timeout
     world.use_device(options.device, None if options.gpus is None else str(options.gpus))
-    conversion = start.preprocess(run)
+    conversion = data.Preprocess.of_options(run)
     train_set, test_set = data.open_data(run["data"], world, preprocess=conversion)
     source = pretrained.load(resolved, None, train_set, world)
     if source is not None and not conversion:

@@ -20,9 +20,8 @@ from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
 from mpidl.nn.layers import Sigmoid
 from mpidl.ranks.world import World
-from mpidl.text import host_list
+from mpidl.text import did_you_mean, host_list
 from mpidl.training.files import run_folder
-from mpidl.training.options.option_types import nearest, size_of
 from mpidl.training.options.training_options import TrainingOptions
 
 
@@ -124,21 +123,6 @@ def _is_mpi_from_pip():
         os.path.exists(os.path.join(os.path.dirname(sys.executable), name))
         for name in ("mpiexec.hydra", "prterun")
     )
-
-
-def preprocess(run: Mapping[str, Any]) -> Preprocess:
-    """Build the preprocessing that the options colour, resize, cover and centre_crop describe.
-
-    Raises
-    ------
-    UserError
-        If both resize and cover have a value.
-    """
-    names = ("resize", "cover", "centre_crop")
-    resize, cover, crop = (size_of(run.get(name)) for name in names)
-    if resize and cover:
-        raise UserError("--resize and --cover: expected at most one of them")
-    return Preprocess(resize or cover, run.get("colour"), cover=cover is not None, crop=crop)
 
 
 def with_test(
@@ -307,7 +291,7 @@ def network(
         build = user_files.load_user_function(name, "--network")
     else:
         networks = ", ".join(zoo.NETWORKS)
-        hint = nearest(name, zoo.NETWORKS)
+        hint = did_you_mean(name, zoo.NETWORKS)
         raise UserError(f"--network {name}: expected {networks} or FILE.py:FUNCTION{hint}")
     try:
         built = build(input_shape, classes, seed) if in_zoo else build(input_shape, classes)

@@ -87,7 +87,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         world.rank, verbose_every=settings.verbose_every, progress=settings.verbose == "on"
     )
 
-    preprocess = start.preprocess(run)
+    preprocess = data.Preprocess.of_options(run)
     with console.stage("reading the data"):
         sets = registry.open_sets(
             run["data"],
@@ -124,7 +124,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         typed, run, settings, sets, world, preprocess, saved=saved, lines=lines
     )
     shape = input_pipeline.image_shape(settings, train_set.image_shape)
-    Pipeline(train_set, input_pipeline.augmenter_of(settings))  # only to check the augmentation
+    Pipeline(train_set, data.Augmenter.of_options(settings))  # only to check the augmentation
     if typed.get("preview"):
         return _preview(typed["preview"], train_set, settings, world)
     settings.load(world.size)  # raises if worker_load does not fit the number of ranks
@@ -281,7 +281,7 @@ def _check_shape(option, images, train_set):
 
 def _preview(path, train_set, settings, world):
     """Write a picture of images before and after augmentation; return the exit code."""
-    augmenter = input_pipeline.augmenter_of(settings)
+    augmenter = data.Augmenter.of_options(settings)
 
     def draw():
         model_file.write_whole(path, gallery.gallery(train_set, augmenter, settings.seed))

@@ -14,8 +14,7 @@ from typing import Any
 from mpidl.errors import UserError
 from mpidl.files import sha256_of_file
 from mpidl.nn import Layer
-from mpidl.text import printable
-from mpidl.training.options.option_types import nearest
+from mpidl.text import did_you_mean, printable
 
 
 def load_user_function(text: str, option: str) -> Callable:
@@ -41,7 +40,7 @@ def load_user_function(text: str, option: str) -> Callable:
     if not callable(getattr(module, name, None)):
         functions = [word for word, value in vars(module).items() if callable(value)]
         raise UserError(
-            f"{option} {text}: {path} defines no function {name}{nearest(name, functions)}"
+            f"{option} {text}: {path} defines no function {name}{did_you_mean(name, functions)}"
         )
     return getattr(module, name)
 

@@ -21,6 +21,7 @@ from mpidl import losses, ops
 from mpidl.core.blocks import Blocked
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
+from mpidl.evaluation.options import ALL, NAMES, OF_COUNTS, OF_LABELS, OF_RANKING
 from mpidl.evaluation.ranking import Ranking
 from mpidl.files import write_whole
 from mpidl.nn import Network
@@ -28,11 +29,6 @@ from mpidl.text import aligned, class_names, did_you_mean, printable
 
 Vector: TypeAlias = np.ndarray
 
-OF_COUNTS = ("balanced-accuracy", "precision", "recall", "f1", "iou", "dice")
-OF_LABELS = ("subset-accuracy", "f1-micro", "f1-samples")
-OF_RANKING = ("roc-auc", "average-precision")
-NAMES = (*OF_COUNTS, *OF_LABELS, *OF_RANKING)
-ALL = "all"
 UNDEFINED = -1  # the predicted class of scores that include NaN
 
 

@@ -13,7 +13,6 @@ from mpidl.losses.cross_entropy_loss import CrossEntropy as CrossEntropy
 from mpidl.losses.dice_loss import Dice as Dice
 from mpidl.losses.label_checks import targets_shape as targets_shape
 from mpidl.losses.named import LOSSES as LOSSES
-from mpidl.losses.named import TAKERS as TAKERS
 from mpidl.losses.named import cross_entropy as cross_entropy
 from mpidl.losses.named import has_class_scores as has_class_scores
 from mpidl.losses.named import has_label_scores as has_label_scores

@@ -15,11 +15,11 @@ from mpidl.errors import UserError
 from mpidl.losses.base import LabelLoss, Sums
 from mpidl.losses.label_checks import (
     Weights,
-    check_focal_gamma,
     check_weight_count,
     checked_weights,
     numbers_of,
 )
+from mpidl.losses.options import check
 from mpidl.nn import Network
 from mpidl.ops.label_checks import squeezed
 
@@ -67,7 +67,7 @@ class BinaryCrossEntropy(LabelLoss):
             raise UserError(
                 f"ignore_label {self.ignore_label}: expected a target other than 0 and 1"
             )
-        check_focal_gamma(self.focal_gamma)
+        check("focal_gamma", self.focal_gamma)
 
     def _uses_sigmoid(self, net):
         return True

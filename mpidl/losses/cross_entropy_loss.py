@@ -18,13 +18,13 @@ from mpidl.errors import UserError
 from mpidl.losses.base import LabelLoss, Sums
 from mpidl.losses.label_checks import (
     Weights,
-    check_focal_gamma,
     check_ignored,
     check_labels,
     check_weight_count,
     checked_weights,
     numbers_of,
 )
+from mpidl.losses.options import check
 from mpidl.nn import Network
 
 
@@ -67,11 +67,8 @@ class CrossEntropy(LabelLoss):
         object.__setattr__(
             self, "class_weights", checked_weights("class_weights", self.class_weights)
         )
-        if not 0 <= self.label_smoothing < 1:
-            raise UserError(
-                f"label_smoothing must be at least 0 and below 1, found {self.label_smoothing}"
-            )
-        check_focal_gamma(self.focal_gamma)
+        check("label_smoothing", self.label_smoothing)
+        check("focal_gamma", self.focal_gamma)
         if self.label_smoothing and self.focal_gamma:
             raise UserError(
                 f"label_smoothing {self.label_smoothing} and focal_gamma {self.focal_gamma}: "

@@ -47,12 +47,6 @@ def check_weight_count(name: str, weights: Weights, count: int, noun: str, datas
         )
 
 
-def check_focal_gamma(gamma: float) -> None:
-    """Raise UserError unless the exponent of a focal loss is a finite number of at least 0."""
-    if not 0 <= gamma < np.inf:
-        raise UserError(f"focal_gamma must be at least 0, found {gamma}")
-
-
 def check_ignored(ignore_label: int | None, classes: int, dataset: str) -> None:
     """Raise UserError if the ignored label is one of the classes."""
     if ignore_label is not None and 0 <= ignore_label < classes:

@@ -39,13 +39,12 @@ LOSSES: dict[str, LossFunction] = {
     "mae": mean_absolute_error,
 }
 
-# {training option: names of the losses that have this option}
-TAKERS = {
-    "class_weights": ("crossentropy", "dice", "crossentropy+dice"),
-    "positive_weights": ("binary-crossentropy",),
-    "label_smoothing": ("crossentropy", "crossentropy+dice"),
-    "ignore_label": ("crossentropy", "binary-crossentropy", "dice", "crossentropy+dice"),
-    "focal_gamma": ("crossentropy", "binary-crossentropy", "crossentropy+dice"),
+# {name of a loss: class whose fields are the options of the loss}
+_CLASSES: dict[str, type[Any]] = {
+    "crossentropy": CrossEntropy,
+    "binary-crossentropy": BinaryCrossEntropy,
+    "dice": Dice,
+    "crossentropy+dice": CrossEntropy,
 }
 
 
@@ -66,16 +65,17 @@ def has_label_scores(loss: str | Callable[..., Any]) -> bool:
 
 
 def loss_with_options(name: str | Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Return a named loss with options {name in TAKERS: value} that differ from the defaults, or
+    """Return a named loss with options {name: value} that differ from the defaults, or
     the name itself if there are none. Raises UserError if the loss does not have one of the
     options, or if a value is out of range.
     """
     for option, value in options.items():
-        if callable(name) or name not in TAKERS[option]:
-            *losses, last = TAKERS[option]
-            takers = f"{', '.join(losses)} or {last}" if losses else last
+        takers = [loss for loss, cls in _CLASSES.items() if option in cls.__dataclass_fields__]
+        if callable(name) or name not in takers:
+            *losses, last = takers
+            expected = f"{', '.join(losses)} or {last}" if losses else last
             raise UserError(
-                f"--{option.replace('_', '-')} {value}: expected the loss {takers}, found {name}"
+                f"--{option.replace('_', '-')} {value}: expected the loss {expected}, found {name}"
             )
     if not options:
         return name

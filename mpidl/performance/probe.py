@@ -22,6 +22,7 @@ from mpidl.backends.cpu import builds
 from mpidl.comm.reducer import BUCKET_BYTES
 from mpidl.core.blocks import LANES, blocks_of
 from mpidl.data import MinibatchQueue, NodeCache
+from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import Fault, UserError
 from mpidl.performance import links
 from mpidl.performance.model import most_blocks, rounds_of_blocks
@@ -195,7 +196,7 @@ def _reading_seconds(job, net, store, options):
 
     The ranks of a node first fill the cache together.
     """
-    keywords = {"augmenter": input_pipeline.augmenter_of(options), "workers": options.workers}
+    keywords = {"augmenter": Augmenter.of_options(options), "workers": options.workers}
     keywords |= {"normalization": net.normalization, "prefetch": max(options.prefetch, 1)}
     size = min(options.batch_size, 8 * LANES * job.size)
     for _ in MinibatchQueue(store, size, options.seed, job, **keywords).epoch(1):

@@ -1,7 +1,5 @@
 """Check that all ranks have the same weights, and name the ranks that differ."""
 
-from __future__ import annotations
-
 import collections
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidl.errors import Fault
+from mpidl.options.declaration import at_least, option, options_class
 
 if TYPE_CHECKING:
     from mpidl.ranks.world import World
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 MOST_NAMES = 3  # a message names at most this many ranks, and at most this many arrays
 
 
-def audit(world: World, tables: Mapping[str, Mapping[str, np.ndarray]], iteration: int) -> None:
+def audit(world: "World", tables: Mapping[str, Mapping[str, np.ndarray]], iteration: int) -> None:
     """Raise Fault if arrays do not have the same bytes on all ranks. Collective.
 
     The ranks exchange a hash of all arrays. If the hashes differ, they exchange one hash per array.
@@ -93,9 +92,21 @@ def _first_names(names):
     return ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
+@options_class(group="Run and results")
+class AuditOptions:
+    """The option of `TrainingOptions` for comparisons of weights."""
+
+    audit_every: int = option(
+        at_least(0),
+        "Iterations between comparisons of the weights of all ranks; a comparison reports any rank "
+        "whose weights differ; 0 compares the weights only when a checkpoint is written",
+        default=0,
+    )
+
+
 class AuditHook:
     """Compares the weights of all ranks every `audit_every` iterations."""
 
-    def step(self, trainer: Trainer) -> None:
+    def step(self, trainer: "Trainer") -> None:
         if trainer.position.iteration % trainer.options.audit_every == 0:
             trainer.audit()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -23,71 +23,7 @@ from mpidl.evaluation import class_metrics
 from mpidl.losses import CrossEntropy
 from mpidl.nn import Network
 from mpidl.training import whitening
-from mpidl.training.options.option_types import size_of
 from mpidl.training.options.training_options import TrainingOptions
-
-OPTIONS = (
-    *("flip", "flip_mode", "translate", "rotation", "scale", "shear", "fill", "random_crop"),
-    *("resized_crop", "crop_area", "crop_aspect", "brightness", "contrast", "saturation", "hue"),
-    *("erase", "erase_area", "erase_aspect", "erase_value"),
-)
-
-
-def augmenter_of(options: TrainingOptions) -> Augmenter | None:
-    """Return the Augmenter that the options describe, or None if images are not augmented.
-
-    Raises
-    ------
-    UserError
-        If `augmenter` is combined with options that describe an augmentation, such as `flip`, or if
-        a value is invalid.
-    """
-    changed = [name for name in OPTIONS if getattr(options, name) != _default(options, name)]
-    if options.augmenter is not None:
-        if not isinstance(options.augmenter, Augmenter):
-            raise UserError(f"augmenter: expected an Augmenter, found {options.augmenter!r}")
-        if changed:
-            raise UserError(f"augmenter and {', '.join(changed)}: expected at most one of them")
-        return options.augmenter
-    if not changed:
-        return None
-    if options.flip_mode == "alternate" and options.flip == "none":
-        raise UserError("--flip-mode alternate: expected --flip x, y or xy, found none")
-    # TrainingOptions has converted sizes and ranges to strings
-    crop, resized_crop = (
-        cast(str | None, options.random_crop),
-        cast(str | None, options.resized_crop),
-    )
-    if crop is not None and resized_crop is not None:
-        raise UserError("--random-crop and --resized-crop: expected at most one of them")
-    ranges = {
-        name: tuple(map(float, str(getattr(options, name)).split(",")))
-        for name in ("scale", "crop_area", "crop_aspect", "erase_area", "erase_aspect")
-        if getattr(options, name) is not None
-    }
-    scales: Any = ranges  # the constructor checks that each range has two numbers
-    try:
-        return Augmenter(
-            reflect_x="x" in options.flip,
-            reflect_y="y" in options.flip,
-            alternating=options.flip_mode == "alternate",
-            rotation=options.rotation,
-            shear_x=options.shear,
-            shear_y=options.shear,
-            translate_x=options.translate,
-            translate_y=options.translate,
-            fill=options.fill,
-            crop=size_of(crop),
-            resized_crop=size_of(resized_crop),
-            **{name: getattr(options, name) for name in ("brightness", "contrast", "saturation")},
-            hue=options.hue,
-            erase=options.erase,
-            erase_value="noise" if options.erase_value == "noise" else int(options.erase_value),
-            **scales,
-        )
-    except UserError as error:  # for example a scale whose range is reversed
-        name, _, text = str(error).partition(":")
-        raise UserError(f"--{name.replace('_', '-')}:{text}") from None
 
 
 def mixing_of(options: TrainingOptions) -> Mixing | None:
@@ -96,21 +32,15 @@ def mixing_of(options: TrainingOptions) -> Mixing | None:
     Raises
     ------
     UserError
-        If a value is invalid, or if the images are not shuffled in every epoch.
+        If the images are not shuffled in every epoch.
     """
-    if not (options.mixup or options.cutmix):
-        return None
-    if options.shuffle != "every-epoch":
+    mixing = Mixing.of_options(options)
+    if mixing is not None and options.shuffle != "every-epoch":
         raise UserError(
             "--mixup and --cutmix: expected --shuffle every-epoch, because images are mixed with "
             f"their neighbours in the shuffled order, found {options.shuffle}"
         )
-    try:
-        return Mixing(
-            mixup=options.mixup, cutmix=options.cutmix, probability=options.mix_probability
-        )
-    except UserError as error:
-        raise UserError(f"--{error}") from None
+    return mixing
 
 
 def _check_mixing(options, loss, datastore):
@@ -140,7 +70,7 @@ def _check_mixing(options, loss, datastore):
 
 def image_shape(options: TrainingOptions, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape (C, P, Q) of images after augmentation, given the datastore's (C, H, W)."""
-    augmenter = augmenter_of(options)
+    augmenter = Augmenter.of_options(options)
     if augmenter is None:
         return tuple(shape)
     label = "crop" if options.augmenter is not None else "--random-crop"
@@ -198,7 +128,7 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     store = options.validation
     if store is not None and not len(store):
         raise UserError(f"validation: {store.describe()}: expected images, found none")
-    augmenter, trained = augmenter_of(options), copy.copy(net)
+    augmenter, trained = Augmenter.of_options(options), copy.copy(net)
     trained.crop = None if augmenter is None else augmenter.window
     if store is not None and not trained.takes(store.image_shape):
         raise UserError(
@@ -252,7 +182,7 @@ def prepare(
     dict
         Keyword arguments of the `MinibatchQueue` for training.
     """
-    augmenter = augmenter_of(options)
+    augmenter = Augmenter.of_options(options)
     is_new = checkpoint_tables is None
     if net.normalization is not None and not net.normalization.is_known:
         net.normalization = None  # `check` has made sure that the caller chose one
@@ -309,7 +239,3 @@ def tables(net: Network) -> dict[str, dict[str, np.ndarray]]:
     """Return {"normalization": arrays} for a checkpoint or model; {} if there are no arrays."""
     arrays = {} if net.normalization is None else net.normalization.arrays()
     return {"normalization": arrays} if arrays else {}
-
-
-def _default(options, name):
-    return next(f.default for f in fields(options) if f.name == name)

@@ -4,20 +4,102 @@ The rates are the same on every machine. C libraries round cos() and pow() diffe
 module uses only the basic operations of IEEE 754 and Python's `decimal`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from decimal import Decimal
+from typing import TYPE_CHECKING, Literal
 
 from mpidl.errors import UserError
-from mpidl.training.options.training_options import TrainingOptions
+from mpidl.options.declaration import (
+    at_least,
+    choice,
+    factor,
+    fraction,
+    option,
+    options_class,
+    positive,
+)
+
+if TYPE_CHECKING:
+    from mpidl.training.options.training_options import TrainingOptions
 
 SCALING_EPOCHS = 5  # length of the warm-up in Goyal et al., "Accurate, large minibatch SGD", 2017
 ENDING = ("cosine", "polynomial")  # schedules that depend on the number of epochs
 
 
-def rate_of(options: TrainingOptions, epoch: int, iteration: int, per_epoch: int) -> float:
+@options_class(group="Learning rate schedule", resume="fixed")
+class ScheduleOptions:
+    """The options of `TrainingOptions` for the learning rate of each iteration."""
+
+    scale_rate: int | None = option(
+        at_least(1, optional=True),
+        "Batch size for which the learning rate is intended; the rate is multiplied by the batch "
+        "size divided by this number",
+        default=None,
+        group="Solver",
+        matlab="0.1*miniBatchSize/256",
+    )
+    linear_scaling: int | None = option(
+        at_least(1, optional=True),
+        "Like --scale-rate, with a warm-up for large batches: the rate rises from its unscaled "
+        "value during 5 epochs, or during --warmup-epochs if set",
+        default=None,
+        group="Solver",
+    )
+    learn_rate_schedule: (
+        Literal["none", "piecewise", "cosine", "polynomial"] | Callable[[int, int], float]
+    ) = choice(
+        "How the learning rate decreases: not at all (none), in drops (piecewise), or with every "
+        "iteration until the end of the last epoch (cosine, polynomial); in Python also a function "
+        "of epoch and iteration, both counted from 1",
+        default="none",
+        matlab="LearnRateSchedule",
+    )
+    learn_rate_drop_factor: float = option(
+        factor(),
+        "Factor by which each drop multiplies the learning rate (piecewise)",
+        default=0.1,
+        matlab="LearnRateDropFactor",
+    )
+    learn_rate_drop_period: int = option(
+        at_least(1),
+        "Epochs between drops (piecewise)",
+        default=10,
+        matlab="LearnRateDropPeriod",
+    )
+    learn_rate_power: float = option(
+        positive(),
+        "Exponent applied to the fraction of iterations that remain (polynomial)",
+        default=1.0,
+        matlab="polynomialLearnRate(Power)",
+    )
+    learn_rate_final_factor: float = option(
+        fraction(),
+        "Fraction of the learning rate that remains at the end (cosine, polynomial)",
+        default=0.0,
+        matlab="FinalFactor",
+    )
+    warmup_iterations: int = option(
+        at_least(0),
+        "Iterations during which the learning rate rises to the start of the schedule",
+        default=0,
+        matlab='"warmup"',
+    )
+    warmup_epochs: int = option(
+        at_least(0),
+        "Epochs during which the learning rate rises to the start of the schedule",
+        default=0,
+        matlab='warmupLearnRate(FrequencyUnit="epoch")',
+    )
+    warmup_factor: float = option(
+        factor(),
+        "Fraction of the learning rate at which a warm-up starts",
+        default=0.1,
+        matlab="warmupLearnRate(InitialFactor)",
+    )
+
+
+def rate_of(options: "TrainingOptions", epoch: int, iteration: int, per_epoch: int) -> float:
     """Return the learning rate of an iteration.
 
     Parameters

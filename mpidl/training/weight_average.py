@@ -6,16 +6,50 @@ recorded steps include the average. This module computes the share of each itera
 the average.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from mpidl.errors import UserError
-from mpidl.nn import Network
+from mpidl.options.declaration import at_least, choice, fraction, option, options_class
 from mpidl.training.optimizers import Optimizer
-from mpidl.training.options.training_options import TrainingOptions
+
+if TYPE_CHECKING:
+    from mpidl.nn import Network
+    from mpidl.training.options.training_options import TrainingOptions
+
+
+@options_class(group="Solver", resume="fixed")
+class AverageOptions:
+    """The options of `TrainingOptions` for the average of the weights."""
+
+    average: Literal["none", "ema", "swa"] = choice(
+        "Average of the weights: an exponential moving average over iterations (ema), or the mean "
+        "of the weights at the ends of epochs (swa)",
+        default="none",
+    )
+    average_decay: float = option(
+        fraction(),
+        "Factor by which the moving average decays per update (ema)",
+        default=0.999,
+    )
+    average_start: int | None = option(
+        at_least(1, optional=True),
+        "Epoch with which the average starts; by default the first epoch (ema), or the epoch after "
+        "three quarters of --epochs (swa)",
+        default=None,
+    )
+    average_every: int = option(
+        at_least(0),
+        "Iterations between updates of the average; 0 updates it after each iteration (ema) or "
+        "epoch (swa)",
+        default=0,
+    )
+    average_use: Literal["average", "raw"] = choice(
+        "If there is an average: weights to use for validation, for the test and in the trained "
+        "network",
+        default="average",
+    )
 
 
 class WeightAverage:
@@ -34,7 +68,7 @@ class WeightAverage:
         If the options request an average, and the optimizer is a custom object.
     """
 
-    def __init__(self, options: TrainingOptions, optimizer: Any) -> None:
+    def __init__(self, options: "TrainingOptions", optimizer: Any) -> None:
         self.options, self.optimizer = options, optimizer
         self.is_kept = options.average != "none"
         if isinstance(optimizer, Optimizer):
@@ -102,7 +136,7 @@ class WeightAverage:
         is_used = self.is_kept and self.options.average_use == "average"
         return is_used and self._count(iteration, per_epoch)[0] > 0
 
-    def network(self, net: Network) -> Network:
+    def network(self, net: "Network") -> "Network":
         """Return a copy of the network with the averaged weights.
 
         Parameters

@@ -4,8 +4,9 @@ import pytest
 from image_sets import refusal
 
 import mpidl_command
-from mpidl.cli import arguments, help_groups
+from mpidl.cli import arguments, parser
 from mpidl.cli.parser import DESCRIBE, Parser, ParserReady, typed_command
+from mpidl.data.formats import FILES
 from mpidl.errors import UserError
 
 COMMANDS = tuple(mpidl_command.COMMANDS)
@@ -33,25 +34,25 @@ def test_help_fits_80_columns(command, capsys, monkeypatch):
 
 @pytest.mark.parametrize("command", ["train", "predict", "verify"])
 def test_the_ten_commonest_options_come_first(command, capsys):
-    parser = parser_of(command)
-    sections = help_groups.sections(parser.options, parser.common)
-    assert next(iter(sections)) == help_groups.COMMON
-    assert [action.dest for action in sections[help_groups.COMMON]] == list(parser.common)
-    assert len(parser.common) == 10
-    short, complete = parser.format_help(), ""
-    parser.is_complete = True
-    complete = parser.format_help()
+    described = parser_of(command)
+    sections = described.sections()
+    assert next(iter(sections)) == parser.COMMON
+    assert [action.dest for action in sections[parser.COMMON]] == list(described.common)
+    assert len(described.common) == 10
+    short, complete = described.format_help(), ""
+    described.is_complete = True
+    complete = described.format_help()
     assert short.index("--data") < short.index("--threads") < len(short) < len(complete)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_has_a_group(command):
-    """Every option of a command with groups is in help_groups.GROUPS."""
-    parser = parser_of(command)
-    sections = help_groups.sections(parser.options, parser.common)
-    assert help_groups.UNGROUPED not in sections, sections[help_groups.UNGROUPED]
+    """Every option of a command with groups is in one of them."""
+    described = parser_of(command)
+    sections = described.sections()
+    assert parser.UNGROUPED not in sections, sections[parser.UNGROUPED]
     members = [action.dest for actions in sections.values() for action in actions]
-    assert sorted(members) == sorted(action.dest for action in parser.options)
+    assert sorted(members) == sorted(action.dest for action in described.options)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +82,13 @@ def test_a_timeline_needs_no_number():
 
 def test_a_command_without_common_options_shows_all(capsys):
     """Without common options, --help shows all options, even those with the same destination."""
-    parser = Parser("mpidl.none", "Do nothing.", quiet=False)
-    for i in range(help_groups.SHORT_LIST + 1):
-        parser.text(f"--flag-{i}", "N", f"Set {i}", dest="same")
-    text = parser.format_help()
-    assert help_groups.UNGROUPED in text and text.count("--flag-") == help_groups.SHORT_LIST + 1
+    described = Parser("mpidl.none", "Do nothing.", quiet=False)
+    for i in range(parser.SHORT_LIST + 1):
+        described.text(f"--flag-{i}", "N", f"Set {i}", dest="same")
+    text = described.format_help()
+    assert parser.UNGROUPED in text and text.count("--flag-") == parser.SHORT_LIST + 1
     with pytest.raises(UserError, match="unknown option --flg-1: did you mean --flag-1?"):
-        parser.parse(["--flg-1"])
+        described.parse(["--flg-1"])
 
 
 def test_an_option_that_is_on_or_off_needs_no_value():
@@ -96,3 +97,8 @@ def test_an_option_that_is_on_or_off_needs_no_value():
     assert arguments.train(["--tensorboard", "off"])["tensorboard"] == "off"
     assert "--tensorboard must be on or off" in refusal(arguments.train, ["--tensorboard", "yes"])
     assert "--epochs: expected one argument" in refusal(arguments.train, ["--epochs"])
+
+
+def test_the_help_of_data_names_every_kind_of_file():
+    for fmt in FILES:
+        assert fmt.noun in arguments.DATA_HELP

@@ -8,10 +8,11 @@ import safetensors.numpy
 from image_sets import grow, pixels_of, refusal
 
 import mpidl as dl
-from mpidl.cli import pretrained
+from mpidl.cli import arguments, pretrained
 from mpidl.interchange import network_files
 from mpidl.nn import zoo
-from mpidl.training.options import configuration, training_options
+from mpidl.training.options import configuration
+from mpidl.training.options.run_inputs import INPUTS
 
 
 def resolve(**typed):
@@ -25,10 +26,10 @@ def test_the_network_of_a_run_with_weights():
     assert resolved.options == dl.TrainingOptions()
     resolved = resolve(weights="a.onnx", network="alexnet")
     assert resolved.options == dl.TrainingOptions.from_recipe("alexnet")
-    assert resolve(weights="none").run["network"] == "digits"
+    assert resolve(weights=None).run["network"] == "digits"
     run = resolve(new_layer_factor=20).run
     assert (run["new_layer_factor"], run["freeze_up_to"]) == (20.0, None)
-    assert "must be positive, found 0" in refusal(resolve, new_layer_factor=0)
+    assert "must be positive, found 0" in refusal(arguments.train, ["--new-layer-factor", "0"])
     for name in ("new_layer_factor", "freeze_up_to"):
         text = refusal(dl.TrainingOptions, **{name: 2})
         assert text == f"unknown option {name}: it is an argument of dl.transfer"
@@ -129,7 +130,7 @@ def test_the_weights_of_torchvision_expect_its_normalization(tmp_path):
         resolved = resolve(weights=str(tmp_path / name), network="squeezenet1_1")
         source = pretrained.load(resolved, None, images, None)
         assert source.net.normalization.name == "none"
-    text = refusal(pretrained.load, resolve(network="none"), None, images, None)
+    text = refusal(pretrained.load, resolve(network=None), None, images, None)
     assert text == "--network none: expected --weights FILE with it, found none"
 
 
@@ -151,4 +152,4 @@ def test_targets_set_the_number_of_outputs():
 
 
 def test_every_input_of_a_run_is_an_option():
-    assert {"weights", *pretrained.RUN} <= set(training_options.RUN)
+    assert {"weights", *pretrained.RUN} <= set(INPUTS)

@@ -150,7 +150,7 @@ def flags():
     names |= {f"--{name}" for name in re.findall(r"\(\"([a-z-]+)\", \d", counts)}
     from mpidl.training.options import configuration, training_options
 
-    return names | {training_options.flag(name) for name in configuration.RULES}
+    return names | {training_options.flag(name) for name in configuration.DECLARED}
 
 
 def variables():

@@ -1,29 +1,50 @@
 """Recognize and check URLs, and store the settings for access to object stores."""
 
-from __future__ import annotations
-
 import os
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpidl.errors import UserError
+from mpidl.options.declaration import (
+    at_least,
+    check_value,
+    declared,
+    option,
+    options_class,
+    positive,
+    rule_of,
+    text_or_none,
+)
 from mpidl.text import printable
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)(.*)", re.S)
 HOST = re.compile(r"[^:]*(:\d*)?|\[[0-9A-Fa-f:.]+\](:\d*)?|arn:.*")  # with an optional port
-REQUESTS = 32  # default number of concurrent requests per node
-RETRY_SECONDS = 120.0
 
 
-class Settings(NamedTuple):
-    """Settings of this process for access to object stores."""
+@options_class(group="Object stores")
+class Settings:
+    """The options of the commands, and the settings of this process, for object stores."""
 
-    # URL of an S3-compatible store. With None, the environment variable AWS_ENDPOINT_URL
-    # applies, or Amazon's URL if it is not set.
-    endpoint_url: str | None = None
-    requests: int = REQUESTS  # maximum number of concurrent requests of this rank
-    cache_dir: str | None = None  # local folder that caches the bytes of objects. None for no cache
-    retry_seconds: float = RETRY_SECONDS  # time in seconds for which a failing request is repeated
+    endpoint_url: str | None = option(
+        text_or_none("URL"),
+        "S3-compatible store for s3:// data",
+        default=None,
+        default_help="AWS_ENDPOINT_URL, else Amazon S3",
+    )
+    requests: int = option(
+        at_least(1), "Simultaneous requests to an object store per node", default=32
+    )
+    cache_dir: str | None = option(
+        text_or_none("DIR"),
+        "Local folder that caches objects for later epochs and runs",
+        default=None,
+    )
+    retry_seconds: float = option(
+        positive(),
+        "Seconds for which a request is retried if an object store is busy or does not answer",
+        default=120.0,
+        default_help="120",
+    )
 
 
 _settings = Settings()
@@ -38,9 +59,9 @@ def configure(
     world: Any = None,
     *,
     endpoint_url: str | None = None,
-    requests: int = REQUESTS,
+    requests: int = Settings.requests,
     cache_dir: str | os.PathLike[str] | None = None,
-    retry_seconds: float = RETRY_SECONDS,
+    retry_seconds: float = Settings.retry_seconds,
 ) -> None:
     """Set how this process accesses object stores. Call this function before opening data.
 
@@ -74,10 +95,9 @@ def configure(
             raise UserError(
                 f"--endpoint-url {printable(endpoint_url)}: expected http://HOST or https://HOST"
             )
-    if requests < 1:
-        raise UserError(f"--requests must be at least 1, got {requests}")
-    if not retry_seconds > 0:
-        raise UserError(f"--retry-seconds must be above 0, got {retry_seconds}")
+    rules = {name: rule_of(option) for name, option in declared(Settings).items()}
+    check_value(rules["requests"], requests, "requests")
+    check_value(rules["retry_seconds"], retry_seconds, "retry_seconds")
     if cache_dir is not None:
         if is_remote(cache_dir):
             check_url(os.fspath(cache_dir), "--cache-dir")
@@ -92,7 +112,12 @@ def configure(
         if not os.access(cache_dir, os.W_OK | os.X_OK):
             raise UserError(f"--cache-dir {printable(cache_dir)}: cannot be written: no permission")
     ranks = 1 if world is None else world.hosts.count(world.host)
-    _settings = Settings(endpoint_url, max(1, requests // ranks), cache_dir, retry_seconds)
+    _settings = Settings(
+        endpoint_url=endpoint_url,
+        requests=max(1, requests // ranks),
+        cache_dir=cache_dir,
+        retry_seconds=retry_seconds,
+    )
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:

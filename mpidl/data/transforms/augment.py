@@ -17,6 +17,9 @@ from mpidl.backends.reference.images import windows as moved_windows
 from mpidl.data.transforms import draws, erasing, jitter, resized_crop
 from mpidl.data.transforms.augmenter_options import AugmenterOptions
 from mpidl.data.transforms.image_targets import nearest_warp
+from mpidl.data.transforms.options import AugmentationOptions
+from mpidl.errors import UserError
+from mpidl.options.declaration import declared, numbers_of, rule_of
 
 PURPOSE = "augment"  # this string is one of the keys of the random numbers
 ALTERNATE, JITTER = "alternating flips", "colour jitter"
@@ -120,6 +123,67 @@ class Augmenter(AugmenterOptions):
     Random erasing: Zhong et al., "Random erasing data augmentation", 2020. Resized crops: Szegedy
     et al., "Going deeper with convolutions", 2015, section 6.
     """
+
+    @classmethod
+    def of_options(cls, options: AugmentationOptions) -> Augmenter | None:
+        """Return the Augmenter that training options describe, or None if they describe none.
+
+        Parameters
+        ----------
+        options : TrainingOptions
+            The options.
+
+        Returns
+        -------
+        Augmenter or None
+            The augmenter.
+
+        Raises
+        ------
+        UserError
+            If the option `augmenter` is combined with options that describe an augmentation, such
+            as `flip`, or if a value is invalid.
+        """
+        declarations = declared(AugmentationOptions)
+        values = {name: getattr(options, name) for name in declarations}
+        changed = [name for name, value in values.items() if value != declarations[name].default]
+        if options.augmenter is not None:
+            if not isinstance(options.augmenter, Augmenter):
+                raise UserError(f"augmenter: expected an Augmenter, found {options.augmenter!r}")
+            if changed:
+                raise UserError(f"augmenter and {', '.join(changed)}: expected at most one of them")
+            return options.augmenter
+        if not changed:
+            return None
+        if options.flip_mode == "alternate" and options.flip == "none":
+            raise UserError("--flip-mode alternate: expected --flip x, y or xy, found none")
+        if options.random_crop is not None and options.resized_crop is not None:
+            raise UserError("--random-crop and --resized-crop: expected at most one of them")
+        numbers = {
+            name: numbers_of(rule_of(declarations[name]), value)
+            for name, value in values.items()
+            if value is not None
+        }
+        if options.erase_value != "noise":
+            numbers["erase_value"] = int(options.erase_value)
+        shared = {
+            name: value for name, value in numbers.items() if name in cls.__dataclass_fields__
+        }
+        try:
+            return cls(
+                reflect_x="x" in options.flip,
+                reflect_y="y" in options.flip,
+                alternating=options.flip_mode == "alternate",
+                shear_x=options.shear,
+                shear_y=options.shear,
+                translate_x=options.translate,
+                translate_y=options.translate,
+                crop=numbers.get("random_crop"),
+                **shared,
+            )
+        except UserError as error:  # for example a scale whose range is reversed
+            name, _, text = str(error).partition(":")
+            raise UserError(f"--{name.replace('_', '-')}:{text}") from None
 
     def draw(
         self, seed: int, epoch: int, indices: np.ndarray, shape: Sequence[int]

@@ -10,11 +10,12 @@ import numpy as np
 from mpidl import backends
 from mpidl.core.blocks import LANES
 from mpidl.data.transforms import draws
+from mpidl.data.transforms.options import MIX, MIX_PROBABILITY, MixingOptions
 from mpidl.errors import UserError
+from mpidl.options.declaration import check_value
 
 PURPOSE, PARTNER = "mixing", "mixing partner"
 ATTEMPTS = 32  # number of attempts of `beta`
-LOWEST, HIGHEST = 0.05, 10.0  # range of alpha; 0 is also valid
 
 
 class MixPlan(NamedTuple):
@@ -71,14 +72,28 @@ class Mixing:
     probability: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("mixup", "cutmix"):
-            alpha = getattr(self, name)
-            if alpha != 0 and not LOWEST <= alpha <= HIGHEST:
-                raise UserError(f"{name} must be 0, or from {LOWEST} to {HIGHEST:g}, got {alpha}")
+        for name, rule in (("mixup", MIX), ("cutmix", MIX), ("probability", MIX_PROBABILITY)):
+            check_value(rule, getattr(self, name), name)
         if not (self.mixup or self.cutmix):
             raise UserError("mixup and cutmix: expected a number above 0 for one of them")
-        if not 0 < self.probability <= 1:
-            raise UserError(f"mix_probability must be above 0, at most 1, got {self.probability}")
+
+    @classmethod
+    def of_options(cls, options: MixingOptions) -> Mixing | None:
+        """Return the Mixing that training options describe, or None if images are not mixed.
+
+        Parameters
+        ----------
+        options : TrainingOptions
+            The options.
+
+        Returns
+        -------
+        Mixing or None
+            The mixing.
+        """
+        if not (options.mixup or options.cutmix):
+            return None
+        return cls(mixup=options.mixup, cutmix=options.cutmix, probability=options.mix_probability)
 
     def spec(self) -> dict[str, Any]:
         """Return the arguments that differ from their defaults as {name: value}.

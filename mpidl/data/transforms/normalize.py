@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
@@ -16,28 +16,14 @@ from mpidl.core import fold
 from mpidl.core.blocks import LANES, OneRank, blocks_of
 from mpidl.data.checks import read_images
 from mpidl.data.datastore import Datastore
+from mpidl.data.transforms.options import NORMALIZATIONS, NUMBERS, NUMBERS_NAME
 from mpidl.errors import UserError
 from mpidl.files import call_together
 
 USUAL = "rescale-zero-one"
 DESCRIBED = "as the file says"
-# The last three names need statistics of a training set; "rescale-symmetric" does for floats.
-Name = Literal[
-    "none",
-    "rescale-zero-one",
-    "rescale-symmetric",
-    "imagenet",
-    "caffe",
-    "zerocenter",
-    "zerocenter-element",
-    "zscore",
-]
-NAMES = get_args(Name)
+NAMES = NORMALIZATIONS
 FIXED = NAMES[:5]
-_NUMBER = r"([0-9]{1,3}(\.[0-9]{1,9})?|\.[0-9]{1,9})"
-_ROW = rf"{_NUMBER}(,{_NUMBER})*"
-NUMBERS = rf"{_ROW}/{_ROW}"  # pattern of means and deviations of pixels from 0 to 1
-NUMBERS_NAME = "MEAN/STD"
 IMAGENET = "0.485,0.456,0.406/0.229,0.224,0.225"  # of R, G and B
 CAFFE = (123.68, 116.779, 103.939)  # means of R, G and B, for pixels from 0 to 255
 # What a user chooses from if a file does not describe the images of its network.

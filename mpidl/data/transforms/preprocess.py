@@ -8,9 +8,9 @@ integer arithmetic for uint8 images and float32 arithmetic for float32 images.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from mpidl.data.transforms.augmenter_options import checked_size
 from mpidl.data.transforms.jitter import GRAY
 from mpidl.errors import UserError
 from mpidl.files import digest
+from mpidl.options.declaration import SIZE, numbers_of
 
 if TYPE_CHECKING:
     from PIL import Image as Pillow
@@ -67,6 +68,31 @@ class Preprocess:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, checked_size(name, value))
+
+    @classmethod
+    def of_options(cls, options: Mapping[str, Any]) -> Preprocess:
+        """Return the preprocessing that the options of a command describe.
+
+        Parameters
+        ----------
+        options : mapping
+            {name: value} of the options in `PreprocessOptions`; each may be missing.
+
+        Returns
+        -------
+        Preprocess
+            The preprocessing.
+
+        Raises
+        ------
+        UserError
+            If both resize and cover have a value.
+        """
+        names = ("resize", "cover", "centre_crop")
+        resize, cover, crop = (numbers_of(SIZE, options.get(name)) for name in names)
+        if resize and cover:
+            raise UserError("--resize and --cover: expected at most one of them")
+        return cls(resize or cover, options.get("colour"), cover=cover is not None, crop=crop)
 
     def __bool__(self) -> bool:
         return any((self.colour, self.size, self.crop))

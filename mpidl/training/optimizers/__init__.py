@@ -7,11 +7,12 @@ this list.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from mpidl.training.optimizers.adam import Adam, AdamMoments, AdamW, CorrectedAdamMoments
 from mpidl.training.optimizers.chain import FusedTail, Optimizer, fuses
 from mpidl.training.optimizers.layerwise import LAMB, LARS, LambTrustRatio, LarsTrustRatio
+from mpidl.training.optimizers.options import SolverName as SolverName
 from mpidl.training.optimizers.rmsprop import RMSProp, RMSPropMoment
 from mpidl.training.optimizers.sgdm import SGDM, Momentum, NesterovMomentum
 from mpidl.training.optimizers.solvers import Factors, Solver
@@ -20,7 +21,6 @@ from mpidl.training.optimizers.transforms import Clip, Rate, Transform, WeightDe
 if TYPE_CHECKING:
     from mpidl.training.options.training_options import TrainingOptions
 
-SolverName = Literal["sgdm", "adam", "adamw", "rmsprop", "lars", "lamb"]
 SOLVERS: dict[str, type[Solver]] = {
     solver.solver: solver for solver in (SGDM, Adam, AdamW, RMSProp, LARS, LAMB)
 }

@@ -20,9 +20,6 @@ from mpidl.training.optimizers.transforms import (
     WeightDecay,
     check,
 )
-from mpidl.training.options.option_types import ON_OFF, check_value, one_of
-
-NESTEROV = one_of(*ON_OFF)  # the valid values of `nesterov`
 
 
 class Momentum(Transform):
@@ -70,7 +67,7 @@ class NesterovMomentum(Momentum):
 
 def momentum_of(momentum: float, nesterov: bool | Literal["on", "off"]) -> Momentum:
     """Return a `NesterovMomentum` if `nesterov` is true or "on", else a `Momentum`."""
-    is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
+    is_nesterov = check("nesterov", nesterov) == "on"
     return NesterovMomentum(momentum) if is_nesterov else Momentum(momentum)
 
 

@@ -18,40 +18,11 @@ import numpy as np
 from mpidl import backends
 from mpidl.attribute_changes import CountingDict, CountsChanges
 from mpidl.backends.interface import Backend
-from mpidl.training.options.option_types import (
-    Rule,
-    check_value,
-    fraction,
-    one_of,
-    positive,
-)
+from mpidl.training.optimizers.options import check
 
 Tables = dict[str, dict[str, np.ndarray]]  # {table: {parameter: array}}
 
 BIASES_AND_NORMS = "biases-and-norms"
-EXCLUSIONS = one_of(BIASES_AND_NORMS, "biases", "none")  # the values of `decay_exclude`
-
-# Rules for the arguments of transforms and solvers, and for the training options with these names.
-RULES: dict[str, Rule] = {
-    "learning_rate": positive(),
-    "momentum": fraction(),
-    "gradient_decay_factor": fraction(),
-    "squared_gradient_decay_factor": fraction(),
-    "epsilon": positive(),
-    "trust_coefficient": positive(),
-    "decay_exclude": EXCLUSIONS,
-    "l2": Rule(float, "at least 0", 0),
-    "gradient_threshold": positive(allow_inf=True),
-    "gradient_threshold_method": one_of("l2norm", "global-l2norm", "absolute-value"),
-}
-
-
-def check(name: str, value: object) -> Any:
-    """Check an argument against its rule in `RULES`, and return the converted value.
-
-    Raises UserError if the value is invalid.
-    """
-    return check_value(RULES[name], value, name)
 
 
 class Updates:

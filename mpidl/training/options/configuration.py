@@ -9,66 +9,36 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.files import read_toml, write_whole
-from mpidl.nn import Network
+from mpidl.options.declaration import check_value, flag, rule_of
 from mpidl.text import printable
-from mpidl.training.options.option_types import (
-    SIZE,
-    Rule,
-    at_least,
-    check_value,
-    fraction,
-    nearest,
-    one_of,
-    positive,
-    rule_of,
-)
+from mpidl.training.options.run_inputs import INPUTS
 from mpidl.training.options.training_options import (
-    NAMES,
     OPTIONS,
-    RUN,
     TrainingOptions,
-    flag,
+    nearest,
     recipe_options,
 )
 from mpidl.training.schedules import ENDING
 
+if TYPE_CHECKING:
+    from mpidl.data.datastore import Datastore
+    from mpidl.nn import Network
+
 WEIGHTS = "weights"  # source of a normalization that is stored in the weight file
 RECORDS = ("sources", "versions", "weights_file")  # tables of options.toml that contain no options
-TEXT = Rule(str, "a text", pattern="(?s).*")
-RULES: dict[str, Rule] = {
-    **{name: rule_of(declared) for name, declared in OPTIONS.items()},
-    **{name: TEXT._replace(optional=default is None) for name, default in RUN.items()},
-    "network": TEXT._replace(optional=True),
-    "new_layer_factor": positive(),
-    "test_fraction": fraction(),
-    "colour": one_of("gray", "rgb", optional=True),
-    "requests": at_least(1),
-    "retry_seconds": positive(),
-    **dict.fromkeys(("resize", "cover", "centre_crop"), SIZE),
-}
+DECLARED = OPTIONS | INPUTS  # {name: declaration} of all names that a TOML file may set
 
 
 class Resolved(NamedTuple):
-    """The options and inputs of a run, with the source of each value.
-
-    Attributes
-    ----------
-    options : TrainingOptions
-        The options.
-    run : dict
-        The inputs of the run: {name: value} with the names in `RUN`.
-    sources : dict
-        {name: source} for each option and input, such as {"epochs": "command line"}.
-    """
+    """The options and inputs of a run, with the source of each value."""
 
     options: TrainingOptions
-    run: dict[str, Any]
-    sources: dict[str, str]
+    run: dict[str, Any]  # {name: value} of the inputs
+    sources: dict[str, str]  # such as {"epochs": "command line"}
 
 
 def resolve(
@@ -77,60 +47,50 @@ def resolve(
     config: str | os.PathLike[str] | None = None,
     resumed: Mapping[str, Any] | None = None,
 ) -> Resolved:
-    """Merge the sources of a run's options.
+    """Merge the sources of a run's options; raise UserError if a name or a value is invalid.
 
     Parameters
     ----------
     typed : mapping
-        {name: value} from the command line. Names that are neither options nor in `RUN` are
-        ignored.
+        {name: value} from the command line, which has checked the values. Other names are ignored.
     config : path, optional
         A TOML file with options, as given by --config.
     resumed : mapping, optional
         {"options": {...}, "run": {...}} from the checkpoint of the resumed run.
-
-    Returns
-    -------
-    Resolved
-        The merged options and inputs, with the source of each value.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be read or is not valid TOML, or if a name or a value is invalid.
     """
-    layers = [("command line", {n: v for n, v in typed.items() if n in OPTIONS or n in RUN})]
+    layers = [("command line", {n: v for n, v in typed.items() if n in DECLARED})]
     if config is not None:
         layers.append((f"config {config}", read_config(config)))
     if resumed is not None:
         # Checkpoints of the command `train` contain "run"; checkpoints of `dl.train` do not.
         layers.append(("resumed run", {**resumed["options"], **resumed.get("run", {})}))
     merged = {name: value for _, table in reversed(layers) for name, value in table.items()}
-    usual = RUN["network"] if merged.get("weights") in (None, "none") else None
+    usual = INPUTS["network"].default if merged.get("weights") is None else None
     network = merged.get("network", usual)
     layers.append((f"recipe {network}", recipe_options(network, merged)))
-    defaults = {**{name: f.default for name, f in OPTIONS.items()}, **RUN, "network": usual}
-    layers.append(("default", defaults))
+    layers.append(
+        ("default", {name: f.default for name, f in DECLARED.items()} | {"network": usual})
+    )
 
     values, sources = {}, {}
-    for name in (*NAMES, *RUN):
-        source, table = next((source, table) for source, table in layers if name in table)
-        spelled = flag(name) if source == "command line" else name
-        if source.startswith("config "):
-            spelled = f"{config}: {name}"
-        values[name], sources[name] = table[name], source
-        if source != "default":  # a default may be None, which the solver later replaces
-            values[name] = check_value(RULES[name], table[name], spelled)
+    for name in DECLARED:
+        sources[name], table = next((s, table) for s, table in layers if name in table)
+        is_unchecked = sources[name] == "resumed run"  # the other sources have checked their values
+        values[name] = _checked(name, table[name]) if is_unchecked else table[name]
     _refuse_two_batch_sizes(values, sources, [source for source, _ in layers])
-    run = {name: values.pop(name) for name in RUN}
+    run = {name: values.pop(name) for name in INPUTS}
     return Resolved(TrainingOptions(**values), run, sources)
+
+
+def _checked(name, value, spelled=None):
+    """Return the value of an option, converted; raise UserError if it is invalid."""
+    return check_value(rule_of(DECLARED[name]), value, spelled or name)
 
 
 def _refuse_two_batch_sizes(values, sources, order):
     """Raise UserError if a batch size per rank would silently override the user's batch size.
 
-    This would happen if the user set the batch size on the command line or in a config file, and
-    the batch size per rank came from a source with the same or lower precedence.
+    It would if it came from a source with the same or lower precedence.
     """
     size, per_rank = sources["batch_size"], sources["batch_per_rank"]
     by_user = size == "command line" or size.startswith("config ")
@@ -146,26 +106,11 @@ def _refuse_two_batch_sizes(values, sources, order):
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read options and inputs of a run from a TOML file.
+    """Read options and inputs of a run from a TOML file, as {name: value} with underscores.
 
     Options are at the top level or in the table [options]; inputs are in the table [run]. The file
-    may be the options.toml of an earlier run. The tables [sources], [versions] and [weights_file]
-    are ignored.
-
-    Parameters
-    ----------
-    path : path
-        The file.
-
-    Returns
-    -------
-    dict
-        {name: value}, with underscores in the names.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be read or is not valid TOML, or if a name or a value is invalid.
+    may be the options.toml of an earlier run, whose other tables are ignored. Raises UserError if
+    the file cannot be read or is not valid TOML, or if a name or a value is invalid.
     """
     table = read_toml(path, f"--config {path}")
     table = {name: value for name, value in table.items() if name not in RECORDS}
@@ -179,9 +124,9 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         option = name.replace("-", "_")
         if isinstance(value, dict):
             raise UserError(f"{path}: unknown table [{name}]: expected [options] or [run]")
-        if option not in RULES:
-            raise UserError(f"{path}: unknown option {name}{nearest(option, RULES)}")
-        values[option] = check_value(RULES[option], value, f"{path}: {name}")
+        if option not in DECLARED:
+            raise UserError(f"{path}: unknown option {name}{nearest(option, DECLARED)}")
+        values[option] = _checked(option, value, f"{path}: {name}")
     return values
 
 
@@ -194,18 +139,8 @@ def write_options(
     """Write the options and inputs of a run, their sources and software versions to a TOML file.
 
     None is written as "none". The file omits options whose values follow from other options or from
-    the weight file.
-
-    Parameters
-    ----------
-    path : path
-        The file to write.
-    resolved : Resolved
-        The options and inputs.
-    versions : mapping
-        Software versions, {"python": "3.11.7", ...}, as returned by `versions_of`.
-    weights_file : mapping, optional
-        Path and SHA-256 of the weight file. By default, no weight file is recorded.
+    the weight file. `versions` is the result of `versions_of`, and `weights_file` has the path and
+    the SHA-256 of the weight file, if there is one.
     """
     import tomli_w
 
@@ -239,12 +174,9 @@ def version_of(package: str) -> str:
 
 
 def versions_of(mpi_library: str) -> dict[str, str]:
-    """Return the versions that options.toml records: Python, NumPy, mpidl, mpi4py and MPI.
+    """Return the versions of Python, NumPy, mpidl, mpi4py and MPI for options.toml.
 
-    Parameters
-    ----------
-    mpi_library : str
-        The version string of the MPI library. Only its first line is recorded.
+    `mpi_library` is the version string of the MPI library, of which the first line is recorded.
     """
     versions = {"python": platform.python_version()}
     for package in ("numpy", "mpidl", "mpi4py"):
@@ -254,7 +186,7 @@ def versions_of(mpi_library: str) -> dict[str, str]:
 
 
 def resumable(
-    options: TrainingOptions, net: Network, datastore: Datastore, ranks: int
+    options: TrainingOptions, net: "Network", datastore: "Datastore", ranks: int
 ) -> dict[str, Any]:
     """Return the facts of a run that `changed_on_resume` compares with a checkpoint."""
     store = options.validation
@@ -278,21 +210,9 @@ def changed_on_resume(
 ) -> None:
     """Raise UserError if a run has changed since its checkpoint in a way that prevents resuming.
 
-    The number of ranks may change, except in the middle of an epoch with --sampling partition.
-
-    Parameters
-    ----------
-    saved : mapping
-        The facts in the checkpoint.
-    now : mapping
-        The facts of the resumed run, as returned by `resumable`.
-    run_name : str
-        Name of the run in the error message.
-
-    Raises
-    ------
-    UserError
-        If a change is not allowed. The message lists all such changes.
+    `saved` has the facts of the checkpoint, and `now` the result of `resumable`. The number of
+    ranks may change, except in the middle of an epoch with --sampling partition. The message lists
+    all changes that are not allowed.
     """
     refused = []
     # Options that did not exist when the checkpoint was written had their default values.

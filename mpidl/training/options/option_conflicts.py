@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpidl.errors import UserError
-from mpidl.losses import BinaryCrossEntropy, LabelLoss
-from mpidl.training.options.option_types import flag
+from mpidl.options.declaration import flag
 
 if TYPE_CHECKING:
     from mpidl.training.options.training_options import TrainingOptions
@@ -20,13 +19,7 @@ EXCLUSIVE = (
 
 
 def check_conflicts(options: TrainingOptions) -> None:
-    """Raise a UserError if the values of two options contradict each other.
-
-    Parameters
-    ----------
-    options : TrainingOptions
-        Options whose values are valid individually.
-    """
+    """Raise a UserError if the values of two options contradict each other."""
     for pair in EXCLUSIVE:
         first, second = (f"{flag(name)} {getattr(options, name)}" for name in pair)
         if all(getattr(options, name) for name in pair):
@@ -69,8 +62,8 @@ def _check_sampling(options):
         return
     if options.shuffle == "never":
         raise UserError("--sampling balanced and --shuffle never: expected a random order")
-    if isinstance(loss, LabelLoss) and loss.is_balanced:
-        name = "positive" if isinstance(loss, BinaryCrossEntropy) else "class"
+    if getattr(loss, "is_balanced", False):
+        name = "positive" if hasattr(loss, "positive_weights") else "class"
         raise UserError(
             f"--sampling balanced and --{name}-weights balanced: expected at most one of them, "
             "because each gives all classes the same weight; numbers are allowed"

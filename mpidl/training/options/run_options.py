@@ -1,27 +1,62 @@
-"""Options for the devices and failures of ranks, checkpoints, and the output of a run.
-
-This module does not import `annotations` from `__future__`, so that help() shows the types.
-"""
+"""Options for the length of training, ranks, failures, and the output of a run."""
 
 from collections.abc import Sequence
 from typing import Literal
 
-from mpidl.training.options.option_types import (
-    ON_OFF,
+from mpidl.options.declaration import (
     Rule,
     at_least,
     choice,
     number_list,
-    one_of,
     option,
     options_class,
     positive,
 )
 
 
-@options_class
-class RunOptions:
-    """The options of `TrainingOptions` for the ranks and files of a run."""
+@options_class(group="Length and mini-batches")
+class LengthOptions:
+    """The options of `TrainingOptions` for epochs and mini-batches."""
+
+    epochs: int = option(
+        at_least(1),
+        "Number of passes over the training set",
+        default=30,
+        resume="up",
+        matlab="MaxEpochs",
+    )
+    max_iterations: int | None = option(
+        at_least(1, optional=True),
+        "Stop after this many mini-batches in total, including those before a resume",
+        default=None,
+    )
+    batch_size: int = option(
+        at_least(1),
+        "Images per mini-batch, summed over all ranks",
+        default=128,
+        resume="fixed",
+        matlab="MiniBatchSize",
+    )
+    batch_per_rank: int | None = option(
+        at_least(1, optional=True),
+        "Images per mini-batch on each rank; sets the batch size to this number times the number "
+        "of ranks (the weights then depend on the number of ranks)",
+        default=None,
+        matlab="miniBatchSize*N",
+    )
+    accumulate: int = option(
+        at_least(1),
+        "Compute each mini-batch in up to this many parts, one after another, to save memory; "
+        "--batch-size counts the images of all parts, and batch-norm statistics are computed "
+        "separately for each part",
+        default=1,
+        resume="fixed",
+    )
+
+
+@options_class(group="Hardware and speed")
+class RankOptions:
+    """The options of `TrainingOptions` for the ranks and their checkpoints."""
 
     device: Literal["auto", "cpu", "gpu"] = choice(
         "Where the ranks compute; auto uses GPUs if every rank has one, else CPUs",
@@ -78,18 +113,20 @@ class RunOptions:
         "Iterations between checkpoints, in addition to a checkpoint at the end of each epoch; 0 "
         "writes checkpoints only at the ends of epochs",
         default=0,
+        group="Run and results",
         matlab="CheckpointFrequency",
     )
-    audit_every: int = option(
-        at_least(0),
-        "Iterations between comparisons of the weights of all ranks; a comparison reports any rank "
-        "whose weights differ; 0 compares the weights only when a checkpoint is written",
-        default=0,
-    )
+
+
+@options_class(group="Hardware and speed")
+class FailureOptions:
+    """The options of `TrainingOptions` for failures of ranks."""
+
     on_nan: Literal["stop", "rollback"] = choice(
         "If the loss or a weight is NaN or infinite: stop, or return to the end of the last epoch "
         "or the last periodic checkpoint and halve the learning rate, at most 5 times",
         default="stop",
+        group="Learning rate schedule",
     )
     on_lost_rank: Literal["stop", "shrink"] = choice(
         "If the process of a rank dies: stop, or continue on the remaining ranks and reach the "
@@ -99,10 +136,16 @@ class RunOptions:
     timeout: float = option(
         positive(), "Seconds to wait for an unresponsive rank before the run fails", default=300.0
     )
-    verbose: Literal["on", "off"] | bool = option(
-        one_of(*ON_OFF),
+
+
+@options_class(group="Run and results")
+class OutputOptions:
+    """The options of `TrainingOptions` for the output of a run, and its seed."""
+
+    verbose: Literal["on", "off"] | bool = choice(
         "Show training progress: a bar and a table on a terminal, otherwise log lines",
         default="on",
+        group="Progress",
         matlab="Verbose",
     )
     verbose_every: int = option(
@@ -110,12 +153,14 @@ class RunOptions:
         "Iterations between log lines, with at most one line every 5 s; 0 logs no iteration, "
         "except the last iteration of a run that ends in the middle of an epoch",
         default=50,
+        group="Progress",
         matlab="VerboseFrequency",
     )
     plots: Literal["training-progress", "none"] = choice(
         "Draw progress.png in the results folder if matplotlib is installed: during training at "
         "the end of an epoch, at most every 10 s, and at the end of the run",
         default="training-progress",
+        group="Progress",
         matlab="Plots",
     )
     timeline: int | float = option(
@@ -131,9 +176,14 @@ class RunOptions:
         "memory of a rank is full",
         default=32,
     )
-    tensorboard: Literal["on", "off"] | bool = option(
-        one_of(*ON_OFF),
+    tensorboard: Literal["on", "off"] | bool = choice(
         "Write event files for TensorBoard to the results folder, with curves, augmented images, "
         "the confusion matrix, and histograms of weights and gradients",
         default="off",
+    )
+    seed: int = option(
+        Rule(int, "between 0 and 2**63 - 1", 0, 2**63 - 1),
+        "Seed of all random numbers: initial weights, splits, order and augmentation",
+        default=0,
+        resume="fixed",
     )

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl.core import keyed
-from mpidl.data.storage.settings import check_url
+from mpidl.data.storage.settings import Settings, check_url
 from mpidl.errors import UserError
 from mpidl.files import read_toml
+from mpidl.options.declaration import at_least, check_value, declared, rule_of
 from mpidl.text import did_you_mean
-from mpidl.training.options.configuration import RULES
-from mpidl.training.options.option_types import at_least, check_value, nearest
+from mpidl.training.options.configuration import DECLARED
+from mpidl.training.options.training_options import nearest
 
 TABLES = ("train", "grid", "trial", "random")
 COUNT, SEED = "count", "search_seed"  # keys of [random] that are not options
@@ -27,35 +28,20 @@ DIGITS = 6  # significant digits of random numbers; later digits depend on the C
 SPEED = (
     *("gpus", "graphs", "threads", "worker_load", "workers", "prefetch", "cache_mb", "timeout"),
     *("checkpoint_every", "verbose", "verbose_every", "plots"),
-    *("endpoint_url", "requests", "cache_dir", "retry_seconds"),
+    *declared(Settings),
 )
 
 Options = dict[str, Any]
 
 
 class Sweep(NamedTuple):
-    """The trials of a sweep.
-
-    Attributes
-    ----------
-    path : str
-        Path of the file.
-    train : dict
-        Options for every trial: {name: value}, with underscores in the names.
-    trials : list of dict
-        For each trial, the options that vary. They override the options in `train`.
-    varied : list of str
-        Names of all options that vary, in the order in which the file lists them.
-    folds : int or None
-        Number of folds of a cross-validation. Each combination of the other options then has one
-        trial per fold, in succession. None without cross-validation.
-    """
+    """The trials of a sweep. With `folds`, each has one trial per fold, in succession."""
 
     path: str
-    train: Options
-    trials: list[Options]
-    varied: list[str]
-    folds: int | None = None
+    train: Options  # {name: value} for every trial, with underscores in the names
+    trials: list[Options]  # for each trial, the options that vary, which override `train`
+    varied: list[str]  # names of the options that vary, in the order of the file
+    folds: int | None = None  # number of folds of a cross-validation
 
     def options(self, index: int) -> Options:
         """Return all options of a trial, given its index from 0."""
@@ -68,25 +54,8 @@ def read(path: str | os.PathLike[str]) -> Sweep:
     The table [train] sets options for every trial. One of three other tables defines the trials:
     all combinations of the lists in [grid], one trial per table [[trial]], or random trials as
     described in [random]. If the key `folds` = K precedes the tables, each trial becomes K trials,
-    with the option `fold` from 1/K to K/K. In a file with `folds`, the table that defines the
-    trials is optional.
-
-    Parameters
-    ----------
-    path : path
-        The file.
-
-    Returns
-    -------
-    Sweep
-        The trials.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be read or is not valid TOML, if it does not describe trials, if an
-        option or a value is invalid, or if a URL contains credentials. The message names the file,
-        the table and the key.
+    with the option `fold` from 1/K to K/K, and the table that defines trials is optional. A
+    UserError about the file names the table and the key.
     """
     path = os.fspath(path)
     tables = read_toml(path, path)
@@ -148,18 +117,15 @@ def _checked(table, spelled):
     options = {}
     for name, value in table.items():
         option = _option(name, spelled, options)
-        options[option] = check_value(RULES[option], value, f"{spelled} {name}")
+        options[option] = check_value(rule_of(DECLARED[option]), value, f"{spelled} {name}")
     return options
 
 
 def _option(name, spelled, earlier):
-    """Return the name of an option with underscores.
-
-    Raise UserError if there is no such option, or if the name is in `earlier`.
-    """
+    """Return the name of an option with underscores, which must be known and not in `earlier`."""
     option = name.replace("-", "_")
-    if option not in RULES:
-        raise UserError(f"{spelled} {name}: unknown option{nearest(option, RULES)}")
+    if option not in DECLARED:
+        raise UserError(f"{spelled} {name}: unknown option{nearest(option, DECLARED)}")
     if option in earlier:
         raise UserError(f"{spelled} {name}: expected {option} once, found it twice")
     return option
@@ -180,7 +146,7 @@ def _grid(path, table):
         if not isinstance(values, list) or not values:
             raise UserError(f"{spelled} {name} must be a list of values, found {values}")
         choices[option] = [
-            check_value(RULES[option], value, f"{spelled} {name}") for value in values
+            check_value(rule_of(DECLARED[option]), value, f"{spelled} {name}") for value in values
         ]
     if not choices:
         raise UserError(f"{path}: [grid] must have lists of values, found none")
@@ -196,7 +162,7 @@ def _random(path, table):
     if COUNT not in table:
         raise UserError(f"{spelled} expected {COUNT}, the number of trials, found none")
     count = check_value(at_least(1), table.pop(COUNT), f"{spelled} {COUNT}")
-    seed = check_value(RULES["seed"], table.pop(SEED, 0), f"{spelled} {SEED}")
+    seed = check_value(rule_of(DECLARED["seed"]), table.pop(SEED, 0), f"{spelled} {SEED}")
     if not table:
         raise UserError(f"{spelled} must have ranges of options, found none")
     _check_count(count, path)
@@ -207,7 +173,9 @@ def _random(path, table):
         for trial, number in zip(
             trials, keyed.uniform(seed, f"sweep {option}", count), strict=True
         ):
-            trial[option] = check_value(RULES[option], draw(number), f"{spelled} {name}")
+            trial[option] = check_value(
+                rule_of(DECLARED[option]), draw(number), f"{spelled} {name}"
+            )
     return trials
 
 

@@ -1,45 +1,54 @@
-"""The options of a training run, defined once for Python, the command line and TOML files.
+"""The options of a training run for Python, the command line and TOML files.
 
-Each field of `TrainingOptions` has a help text and a `Rule` (see `option_types`) that defines the
-valid values. `configuration` merges the values from the command line, files and other sources.
-Defaults follow MATLAB's trainingOptions. This module does not import `annotations` from
-`__future__`, so that help() shows the types of the options.
+`TrainingOptions` collects the options that the rooms declare next to the code that uses them (see
+`mpidl.options.declaration`). `configuration` merges the values from the command line, files and
+other sources. Defaults follow MATLAB's trainingOptions.
 """
 
 import functools
 import inspect
-import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from mpidl.data.datastore import Datastore
-from mpidl.data.storage import settings
-from mpidl.data.transforms.augment import Augmenter
+from mpidl.data.loading.options import OrderOptions, ReadingOptions
+from mpidl.data.transforms.options import AugmentationOptions, MixingOptions, NormalizationOptions
 from mpidl.errors import UserError
-from mpidl.evaluation import class_metrics
+from mpidl.evaluation.options import ValidationOptions
+from mpidl.losses.options import LossOptions
 from mpidl.nn.zoo import RECIPES
-from mpidl.training.options.image_options import ImageOptions
-from mpidl.training.options.option_conflicts import check_conflicts
-from mpidl.training.options.option_types import (
-    Rule,
-    at_least,
+from mpidl.options.declaration import (
     check_value,
     choice,
-    fraction,
-    nearest,
-    option,
+    declared,
+    default_text,
+    numbers_of,
     options_class,
     rule_of,
 )
-from mpidl.training.options.option_types import flag as flag
-from mpidl.training.options.run_options import RunOptions
-from mpidl.training.options.solver_options import BY_SOLVER, SOLVER_NAMES, SolverOptions
-from mpidl.training.progress import Progress
+from mpidl.options.declaration import flag as flag
+from mpidl.text import did_you_mean
+from mpidl.training.audit import AuditOptions
+from mpidl.training.optimizers import SOLVERS
+from mpidl.training.optimizers.options import ClipOptions, DecayOptions, SolverOptions
+from mpidl.training.options.option_conflicts import check_conflicts
+from mpidl.training.options.run_inputs import INPUTS
+from mpidl.training.options.run_options import (
+    FailureOptions,
+    LengthOptions,
+    OutputOptions,
+    RankOptions,
+)
+from mpidl.training.schedules import ScheduleOptions
+from mpidl.training.weight_average import AverageOptions
+
+if TYPE_CHECKING:
+    from mpidl.data.datastore import Datastore
+    from mpidl.nn import Network
+    from mpidl.training.progress import Progress
 
 Options = TypeVar("Options")
-OutputFunction: TypeAlias = Callable[[Progress], object]
 
 
 def _refuse_unknown(cls: type[Options]) -> type[Options]:
@@ -59,8 +68,26 @@ def _refuse_unknown(cls: type[Options]) -> type[Options]:
 
 
 @_refuse_unknown
-@options_class
-class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
+@options_class(group="Solver")
+class TrainingOptions(  # from the last group of options to the first
+    ValidationOptions,
+    OutputOptions,
+    FailureOptions,
+    AuditOptions,
+    RankOptions,
+    ReadingOptions,
+    MixingOptions,
+    AugmentationOptions,
+    NormalizationOptions,
+    OrderOptions,
+    ClipOptions,
+    AverageOptions,
+    DecayOptions,
+    ScheduleOptions,
+    SolverOptions,
+    LossOptions,
+    LengthOptions,
+):
     """The options of a training run.
 
     Options have the same names in Python, in TOML files and, as flags, on the command line. Lists
@@ -84,68 +111,6 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
         If a keyword is not an option, or if the value of an option is invalid.
     """
 
-    seed: int = option(
-        Rule(int, "between 0 and 2**63 - 1", 0, 2**63 - 1),
-        "Seed of all random numbers: initial weights, splits, order and augmentation",
-        default=0,
-        resume="fixed",
-    )
-    validation_fraction: float = option(
-        fraction(),
-        "Fraction of the training set, taken from each class, to hold out for validation",
-        default=0.0,
-        resume="fixed",
-        matlab="splitEachLabel",
-    )
-    fold: str | None = option(
-        Rule(
-            str,
-            "I/K, such as 1/5 for the first of five folds",
-            pattern=r"[1-9][0-9]{0,4}/[1-9][0-9]{0,4}",
-            metavar="I/K",
-            optional=True,
-        ),
-        "Cross-validation: divide the training set into K folds with the same mix of classes, "
-        "validate on fold I and train on the others",
-        default=None,
-        resume="fixed",
-        matlab="cvpartition",
-    )
-    validation_frequency: int = option(
-        at_least(0),
-        "Iterations between validations, if there are validation images; 0 validates at the end "
-        "of each epoch",
-        default=50,
-        resume="fixed",
-        matlab="ValidationFrequency",
-    )
-    validation_patience: float = option(
-        at_least(1, allow_inf=True),
-        "Stop after this many validations in a row without a new minimum of the validation loss",
-        default=math.inf,
-        resume="up",
-        matlab="ValidationPatience",
-    )
-    output_network: Literal["last-iteration", "best-validation"] = choice(
-        "Network that training returns: the network of the last iteration, or the network with the "
-        "lowest validation loss",
-        default="last-iteration",
-        resume="fixed",
-        matlab="OutputNetwork",
-    )
-    metrics: str | None = option(
-        Rule(
-            str,
-            f"{class_metrics.ALL}, or names of {', '.join(class_metrics.NAMES)}",
-            choices=(class_metrics.ALL,),
-            pattern=rf"({'|'.join(class_metrics.NAMES)})(,({'|'.join(class_metrics.NAMES)}))*",
-            metavar="NAME,NAME,...",
-            optional=True,
-        ),
-        "Per-class or per-label metrics to record at each validation, and to print and write at "
-        "the end, or all for every metric that applies to the loss",
-        default=None,
-    )
     batchnorm: Literal["global", "local"] = choice(
         "Compute batch-norm statistics over the whole mini-batch, or separately over each rank's "
         "share (the weights then depend on the number of ranks)",
@@ -158,15 +123,14 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
         default="population",
         matlab="BatchNormalizationStatistics",
     )
-    # These options exist in Python only and have no rule.
-    augmenter: Augmenter | None = None
-    validation: Datastore | None = None
-    output_functions: OutputFunction | Sequence[OutputFunction] = ()
+    # These options, and `augmenter`, exist in Python only and have no rule.
+    validation: "Datastore | None" = None
+    output_functions: "Callable[[Progress], object] | Sequence[Callable[[Progress], object]]" = ()
 
     def __post_init__(self) -> None:
         for name in NAMES:
             value, default = getattr(self, name), BY_SOLVER.get(name, {}).get(self.solver)
-            value = check(name, default if value is None else value)
+            value = check_value(rule_of(OPTIONS[name]), default if value is None else value, name)
             object.__setattr__(self, name, default if value is None else value)
         functions = self.output_functions
         functions = (functions,) if callable(functions) else tuple(functions)
@@ -226,6 +190,58 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
             return self
         return replace(self, batch_size=self.batch_per_rank * ranks)
 
+    def loss_with_options(self) -> str | Callable[..., Any]:
+        """Return the loss with its options, such as label smoothing, applied.
+
+        Weights given as "balanced" are not resolved; see `loss_for`.
+
+        Returns
+        -------
+        str or callable
+            The option `loss` itself, or a loss object such as a `CrossEntropy`.
+
+        Raises
+        ------
+        UserError
+            If an option is set that the loss does not support.
+        """
+        options = {}
+        for name, declaration in declared(LossOptions).items():
+            value = getattr(self, name)
+            if name != "loss" and value != declaration.default:
+                options[name] = numbers_of(rule_of(declaration), value)
+        if not options:
+            return self.loss
+        from mpidl.losses.named import loss_with_options  # needs the backends
+
+        return loss_with_options(self.loss, options)
+
+    def loss_for(
+        self, net: "Network", datastore: "Datastore", world: Any = None
+    ) -> str | Callable[..., Any]:
+        """Return the loss with its options applied, for a training set. Collective.
+
+        Parameters
+        ----------
+        net : Network
+            The network.
+        datastore : Datastore
+            The training set, from which "balanced" weights are computed.
+        world : World, optional
+            The ranks that share the reading of targets. By default, this rank reads all targets.
+
+        Returns
+        -------
+        str or callable
+            The option `loss` itself, or a loss object such as a `CrossEntropy`.
+        """
+        from mpidl.losses.base import LabelLoss  # needs the backends
+
+        loss = self.loss_with_options()
+        if isinstance(loss, LabelLoss):
+            return loss.for_images(datastore, net.output_shape[0], world)
+        return loss
+
     def load(self, ranks: int) -> tuple[int, ...] | None:
         """Return the relative shares of a mini-batch at the start of training.
 
@@ -273,53 +289,60 @@ class TrainingOptions(RunOptions, ImageOptions, SolverOptions):
         }
 
 
-# Defaults of a run's inputs, set on the command line or in the [run] table of a TOML file.
-RUN: dict[str, Any] = {
-    "network": "digits",  # None if weights are given: the weight file describes the network
-    "weights": None,
-    "new_layer_factor": 1.0,
-    "freeze_up_to": None,
-    "data": "digits",
-    "test_data": None,
-    "test_fraction": 0.1,
-    "validation_data": None,  # in Python, the option `validation`
-    "colour": None,
-    "resize": None,
-    "cover": None,
-    "centre_crop": None,
-    "endpoint_url": None,
-    "requests": settings.REQUESTS,
-    "cache_dir": None,
-    "retry_seconds": settings.RETRY_SECONDS,
-    "upload": None,
-    "mlflow": None,
-    "wandb": None,
-}
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """Return ": did you mean X?" for the option closest to a name, or "" if none is close.
+
+    The search includes the names of options in MATLAB and other libraries.
+    """
+    return did_you_mean(name, candidates, SYNONYMS)
+
+
+OPTIONS = declared(TrainingOptions)
+NAMES = tuple(OPTIONS)
 HINTS = {
     **dict.fromkeys(("world", "out", "console", "resume"), ": it is an argument of dl.train"),
-    **dict.fromkeys(RUN.keys() - {"validation_data"}, ": it is an option of the command line only"),
-    **dict.fromkeys(("new_layer_factor", "freeze_up_to"), ": it is an argument of dl.transfer"),
-    "mlflow": ": pass dl.train(..., hooks=[dl.MLflowHook(FOLDER)])",
-    "wandb": ": pass dl.train(..., hooks=[dl.WandbHook(PROJECT)])",
+    **{
+        name: f": {declaration.metadata['python'] or 'it is an option of the command line only'}"
+        for name, declaration in INPUTS.items()
+        if name != "validation_data"  # in Python, the option `validation`
+    },
 }
-OPTIONS = {f.name: f for f in fields(TrainingOptions) if f.metadata}
-NAMES = tuple(OPTIONS)
+
+# {name in MATLAB or another library, in lower case without underscores: name in mpidl}
+SYNONYMS = {
+    **{
+        name.lower(): option
+        for option, declaration in reversed(OPTIONS.items())  # the first option of a name remains
+        for name in declaration.metadata["matlab"].split(", ")
+    },
+    **{"accumulategradbatches": "accumulate", "gradientaccumulationsteps": "accumulate"},
+    **{"checkpointpath": "out", "lr": "learning_rate", "nodecay": "decay_exclude"},
+    **{"optimizer": "solver", "validationdata": "validation", "weightdecay": "l2"},
+}
+
+# Defaults that depend on the solver: {option: {solver: value}}.
+BY_SOLVER: dict[str, dict[str, float]] = {
+    option: {name: cls.defaults[option] for name, cls in SOLVERS.items() if option in cls.defaults}
+    for option in sorted({option for cls in SOLVERS.values() for option in cls.defaults})
+}
+# Options that depend on the solver: the learning rate, and the options that only some solvers use.
+SOLVER_NAMES = (
+    "learning_rate",
+    *(
+        name
+        for name in declared(SolverOptions)
+        if 0 < sum(cls.takes(name) for cls in SOLVERS.values()) < len(SOLVERS)
+    ),
+)
 
 
 def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a recipe that remain valid when other options override the recipe.
 
-    If `overrides` change the solver, the recipe's options that depend on the solver are dropped.
-    These options are those in `SOLVER_NAMES`, and those whose defaults differ between the two
-    solvers. The recipe's `scale_rate` is dropped if the learning rate is overridden or dropped, or
-    if `linear_scaling` is set.
-
-    Parameters
-    ----------
-    name : str
-        Name of the network. If the network has no recipe, the result is empty.
-    overrides : mapping
-        Options from sources that take precedence over the recipe.
+    If `overrides` change the solver, the recipe's options that depend on the solver are dropped:
+    those in `SOLVER_NAMES`, and those whose defaults differ between the two solvers. The recipe's
+    `scale_rate` is dropped if the learning rate is overridden or dropped, or if `linear_scaling` is
+    set. A network without a recipe has no options.
     """
     options = dict(RECIPES.get(name, {}))
     old = options.get("solver", "sgdm")
@@ -335,52 +358,42 @@ def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def default_text(name: str) -> str:
-    """Format an option's default, such as "none" or "0.01 (sgdm), 0.001 (adam, rmsprop)"."""
-    if name in BY_SOLVER:
-        solvers: dict[float, list[str]] = {}
-        for solver, value in BY_SOLVER[name].items():
-            solvers.setdefault(value, []).append(solver)
-        if len(solvers) == 1:
-            return str(*solvers)
-        return ", ".join(f"{value:g} ({', '.join(names)})" for value, names in solvers.items())
-    default = OPTIONS[name].default
-    return "none" if default is None else str(default)
+def shown_default(declaration: Field) -> str:
+    """Return a default as text, such as "none" or "0.01 (sgdm), 0.001 (adam, rmsprop)"."""
+    if declaration.name not in BY_SOLVER:
+        return default_text(declaration)
+    solvers: dict[float, list[str]] = {}
+    for solver, value in BY_SOLVER[declaration.name].items():
+        solvers.setdefault(value, []).append(solver)
+    if len(solvers) == 1:
+        return str(*solvers)
+    return ", ".join(f"{value:g} ({', '.join(names)})" for value, names in solvers.items())
 
 
-def check(name: str, value: object, spelled: str | None = None, text: bool = False) -> Any:
-    """Check the value of an option and convert it to the option's type.
-
-    Parameters
-    ----------
-    name : str
-        Name of the option.
-    value : object
-        The value to check.
-    spelled : str, optional
-        The option as the user wrote it, for the error message. The default is `name`.
-    text : bool
-        Whether the value comes from text, such as a command line. If true, strings such as "12" are
-        converted to numbers.
-
-    Raises
-    ------
-    UserError
-        If the value is invalid.
-    """
-    return check_value(rule_of(OPTIONS[name]), value, spelled or name, text)
+def help_text(declaration: Field) -> str:
+    """Return the help text of an option, with the names of the solvers that it is about."""
+    text = declaration.metadata["help"]
+    solvers = (name for name, cls in SOLVERS.items() if cls.takes(declaration.name))
+    decoupled = (name for name, cls in SOLVERS.items() if cls.decouples_decay)
+    *titles, last = (cls.title for cls in SOLVERS.values())
+    return (
+        text.replace("{solvers}", ", ".join(solvers))
+        .replace("{decoupled}", ", ".join(decoupled))
+        .replace("{titles}", f"{', '.join(titles)} or {last}")
+    )
 
 
 def _parameters():
     """Yield text for the docstring of `TrainingOptions` that documents each option."""
     indent = " " * 8
-    for name, declared in OPTIONS.items():
-        rule, text = rule_of(declared), declared.metadata["help"]
-        kind = inspect.formatannotation(declared.type).replace("collections.abc.", "")
+    for name, declaration in OPTIONS.items():
+        rule, text = rule_of(declaration), help_text(declaration)
+        kind = inspect.formatannotation(declaration.type).replace("collections.abc.", "")
         if rule.choices and not rule.pattern:
             kind = f"{{{', '.join(map(repr, rule.choices))}}}"
             kind += " or function" if rule.allow_function else ""
-        default = default_text(name) if name in BY_SOLVER else repr(declared.default)
+        has_solvers = name in BY_SOLVER
+        default = shown_default(declaration) if has_solvers else repr(declaration.default)
         yield f"    {name} : {kind}, default {default}\n"
         yield textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent) + ".\n"
 

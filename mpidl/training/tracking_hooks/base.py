@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidl.data import gallery
+from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation
 from mpidl.files import call_together
@@ -19,7 +20,6 @@ from mpidl.ranks.world import World
 from mpidl.report import confusion
 from mpidl.report.trackers import tracking
 from mpidl.report.trackers.tracking import Tracker
-from mpidl.training import input_pipeline
 from mpidl.training.files.run_folder import CONFUSION
 from mpidl.training.progress import EpochSummary
 
@@ -94,7 +94,7 @@ class TrackingHook:
     def _draw_gallery(self, trainer):
         store = trainer.datastore.parent
         if store.image_shape[0] in (1, 3):  # other numbers of channels cannot be shown as colours
-            augmenter = input_pipeline.augmenter_of(trainer.options)
+            augmenter = Augmenter.of_options(trainer.options)
             png = gallery.gallery(store, augmenter, trainer.options.seed)
             self._tracker.picture("gallery", 0, png)
 

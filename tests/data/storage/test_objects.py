@@ -305,8 +305,8 @@ def test_settings_are_checked(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for options, text in (
         ({"endpoint_url": "localhost:9000"}, "--endpoint-url localhost:9000: expected http://"),
-        ({"requests": 0}, "--requests must be at least 1, got 0"),
-        ({"retry_seconds": 0}, "--retry-seconds must be above 0, got 0"),
+        ({"requests": 0}, "requests must be at least 1, found 0"),
+        ({"retry_seconds": 0}, "retry_seconds must be positive, found 0"),
         ({"cache_dir": "s3://bucket/x"}, "--cache-dir s3://bucket/x: expected a local folder"),
         (
             {"cache_dir": tmp_path / "file" / "x"},

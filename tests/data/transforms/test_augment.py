@@ -254,14 +254,14 @@ def test_crop_and_fill_must_fit_the_images():
 
 
 def test_errors_name_options_as_they_are_typed():
-    text = refusal(input_pipeline.augmenter_of, dl.TrainingOptions(scale=(1.5, 0.5)))
+    text = refusal(dl.Augmenter.of_options, dl.TrainingOptions(scale=(1.5, 0.5)))
     assert text == "--scale: expected (low, high) with low <= high, got (1.5, 0.5)"
-    text = refusal(input_pipeline.augmenter_of, dl.TrainingOptions(erase_area=(0.5, 2)))
+    text = refusal(dl.Augmenter.of_options, dl.TrainingOptions(erase_area=(0.5, 2)))
     assert text == "--erase-area: expected fractions above 0, at most 1, got (0.5, 2.0)"
-    text = refusal(input_pipeline.augmenter_of, dl.TrainingOptions(flip_mode="alternate"))
+    text = refusal(dl.Augmenter.of_options, dl.TrainingOptions(flip_mode="alternate"))
     assert text == "--flip-mode alternate: expected --flip x, y or xy, found none"
     both_crops = dl.TrainingOptions(random_crop=9, resized_crop=9)
-    text = refusal(input_pipeline.augmenter_of, both_crops)
+    text = refusal(dl.Augmenter.of_options, both_crops)
     assert text == "--random-crop and --resized-crop: expected at most one of them"
     text = refusal(input_pipeline.image_shape, dl.TrainingOptions(resized_crop=(20, 3)), SHAPE)
     assert text.startswith("--resized-crop 20x3: expected at most the size of the images")
@@ -284,7 +284,7 @@ def test_options_make_the_same_augmenter():
         erase_area=(0.1, 0.2),
         erase_value=9,
     )
-    assert input_pipeline.augmenter_of(options) == dl.Augmenter(
+    assert dl.Augmenter.of_options(options) == dl.Augmenter(
         reflect_x=True,
         reflect_y=True,
         alternating=True,

@@ -160,10 +160,10 @@ def test_training_learns_from_mixed_images(world):
 
 def test_options_are_checked():
     for options, text in (
-        ({"mixup": 0.01}, "mixup must be 0, or from 0.05 to 10, got 0.01"),
-        ({"cutmix": 11}, "cutmix must be 0, or from 0.05 to 10, got 11"),
+        ({"mixup": 0.01}, "mixup must be 0, or between 0.05 and 10, found 0.01"),
+        ({"cutmix": 11}, "cutmix must be 0, or between 0.05 and 10, found 11"),
         ({}, "mixup and cutmix: expected a number above 0 for one of them"),
-        ({"mixup": 1, "probability": 0}, "mix_probability must be above 0, at most 1, got 0"),
+        ({"mixup": 1, "probability": 0}, "probability must be above 0 and at most 1, found 0"),
     ):
         assert refusal(Mixing, **options) == text
     images = store_of(40)

@@ -17,7 +17,7 @@ from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
 from mpidl.errors import UserError
 from mpidl.training.optimizers import SOLVERS, SolverName, WeightDecay, of_options
-from mpidl.training.options.solver_options import SOLVER_NAMES
+from mpidl.training.options.training_options import SOLVER_NAMES
 
 METHODS = ["l2norm", "global-l2norm", "absolute-value"]
 

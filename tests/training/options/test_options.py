@@ -11,6 +11,7 @@ from mpidl.data import ArrayDatastore
 from mpidl.errors import UserError
 from mpidl.training.options import configuration, training_options
 from mpidl.training.options.configuration import resolve
+from mpidl.training.options.run_inputs import INPUTS
 from mpidl.training.options.training_options import TrainingOptions
 
 # Descriptions of the valid values in error messages, for options with string values.
@@ -140,12 +141,12 @@ def test_each_value_comes_from_the_first_source_that_sets_it(tmp_path):
     }
     options, run, sources = resolve({"epochs": 5, "out": "x"}, config=config)
     assert (options.epochs, options.batch_size, options.shuffle) == (5, 32, "every-epoch")
-    assert run == {**configuration.RUN, "data": "images"}
+    assert run == {name: f.default for name, f in INPUTS.items()} | {"data": "images"}
     assert sources["epochs"] == "command line"
     assert sources["batch_size"] == sources["data"] == f"config {config}"
     assert sources["shuffle"] == "recipe digits"
     assert sources["seed"] == sources["network"] == "default"
-    assert set(sources) == {*training_options.NAMES, *configuration.RUN}
+    assert set(sources) == {*training_options.NAMES, *INPUTS}
 
     options, _, sources = resolve({}, config=config, resumed=resumed)
     assert (options.epochs, options.seed, options.shuffle) == (7, 9, "once")
@@ -392,7 +393,7 @@ def test_help_names_every_option_on_one_rank_only(capsys):
     output = capsys.readouterr().out
     assert exit.value.code == 0
     command_options = "out", "resume", "overwrite", "config"
-    for name in (*training_options.NAMES, *configuration.RUN, *command_options):
+    for name in (*training_options.NAMES, *INPUTS, *command_options):
         assert training_options.flag(name) in output
     with pytest.raises(SystemExit):
         arguments.train(["--help"], quiet=True)

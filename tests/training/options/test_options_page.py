@@ -7,7 +7,6 @@ import inspect
 import re
 import sys
 import typing
-from dataclasses import fields
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "options.md"
@@ -17,22 +16,20 @@ HEAD = "| option | default | MATLAB | description |\n|---|---|---|---|"
 
 def tables():
     """Return {part of TrainingOptions: text of its table}."""
-    from mpidl.training.options.image_options import ImageOptions
-    from mpidl.training.options.option_types import rule_of
-    from mpidl.training.options.solver_options import SolverOptions
-    from mpidl.training.options.training_options import OPTIONS, default_text, flag
+    from mpidl.options.declaration import rule_of
+    from mpidl.training.options.training_options import OPTIONS, flag, help_text, shown_default
 
-    parts = {"steps": SolverOptions, "images": ImageOptions}
-    names = {part: [f.name for f in fields(kind)] for part, kind in parts.items()}
-    inherited = [name for group in names.values() for name in group]
-    names["run"] = [name for name in OPTIONS if name not in inherited]
+    names, parts = list(OPTIONS), {"steps": "epochs", "images": "shuffle", "run": "device"}
+    starts = [names.index(first) for first in parts.values()]
+    pairs = zip(starts, [*starts[1:], len(names)], strict=True)
+    names = {part: names[i:j] for part, (i, j) in zip(parts, pairs, strict=True)}
 
     def row(name):
         facts = OPTIONS[name].metadata
         values = ", ".join(f"`{choice}`" for choice in rule_of(OPTIONS[name]).choices)
-        text = facts["help"] + (f" ({values})" if values else "")
+        text = help_text(OPTIONS[name]) + (f" ({values})" if values else "")
         matlab = f"`{facts['matlab']}`" if facts["matlab"] else ""
-        return f"| `{flag(name)}` | {default_text(name)} | {matlab} | {text} |"
+        return f"| `{flag(name)}` | {shown_default(OPTIONS[name])} | {matlab} | {text} |"
 
     return {part: "\n".join([HEAD, *map(row, group)]) for part, group in names.items()}
 
@@ -64,7 +61,7 @@ def literals(annotation):
 
 def test_annotations_have_the_choices_and_defaults_of_the_rules():
     from mpidl import TrainingOptions
-    from mpidl.training.options.option_types import rule_of
+    from mpidl.options.declaration import rule_of
     from mpidl.training.options.training_options import OPTIONS
 
     parameters = inspect.signature(TrainingOptions).parameters

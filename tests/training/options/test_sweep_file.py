@@ -7,7 +7,7 @@ import pytest
 from image_sets import refusal
 
 from mpidl.training.options import sweep_file
-from mpidl.training.options.configuration import RULES
+from mpidl.training.options.configuration import DECLARED
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_changed_options():
     assert sweep_file.changed_options(old, {"seed": 1, "l2": 0.1, "threads": 2}) == []
     assert sweep_file.changed_options(old, {"seed": 2, "epochs": 3}) == ["seed", "l2", "epochs"]
     assert sweep_file.changed_options({"requests": 8}, {"endpoint_url": "http://h"}) == []
-    assert set(sweep_file.SPEED) <= set(RULES)
+    assert set(sweep_file.SPEED) <= set(DECLARED)
 
 
 NUMBERS = "epochs", "batch_size", "seed"

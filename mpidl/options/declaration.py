@@ -1,15 +1,21 @@
-"""Declare options, check the values of options, and convert text to the type of an option."""
+"""Declare options as fields of dataclasses, and check the values of options against their rules.
+
+An option is declared once, in a dataclass of the room that acts on it. Its declaration has the
+valid values, the default, the help text, the group of --help-all, whether a resumed run may change
+it, and its name in MATLAB. The command line, TOML files, sweeps, help texts, shell completion and
+the tables of docs/options.md are derived from the declarations.
+"""
 
 import math
 import numbers
 import operator
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import Field, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, field, fields
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args, get_origin
 
 from mpidl.errors import UserError
-from mpidl.text import did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -23,55 +29,36 @@ Options = TypeVar("Options")
 
 ON_OFF = ("on", "off")  # options with these choices also accept True and False in Python and TOML
 Size: TypeAlias = str | int | Sequence[int] | None  # "224x192", 224 or (224, 192)
+Resume: TypeAlias = Literal["free", "fixed", "up"]
 
 
 class Rule(NamedTuple):
-    """The valid values of an option.
+    """The valid values of an option."""
 
-    Attributes
-    ----------
-    kind : type
-        Type of the value: int, float or str.
-    requirement : str
-        Description of the valid values for error messages, such as "at least 1".
-    low, high : float
-        Lowest and highest valid number.
-    exclude_low, exclude_high : bool
-        Whether `low` or `high` itself is invalid.
-    choices : tuple of str
-        The valid names, if the option accepts names.
-    pattern : str
-        Regular expression for valid strings that are not among `choices`; "" if there are none.
-    metavar : str
-        Placeholder in --help for a string that matches the pattern.
-    separator : str
-        The separator between the numbers of a list such as "2,4"; "" if the value is not a list. In
-        Python and TOML, such an option also accepts a sequence of numbers.
-    optional : bool
-        Whether None is valid. TOML files and the command line write None as "none".
-    allow_inf : bool
-        Whether inf is valid, even if `kind` is int.
-    allow_function : bool
-        Whether a Python function is valid.
-    bare : int, str or None
-        The option's value if the flag has no value on the command line. None if a value is
-        required.
-    """
-
-    kind: type
-    requirement: str
+    kind: type  # int, float or str
+    requirement: str  # describes the valid values for error messages, such as "at least 1"
     low: float = -math.inf
     high: float = math.inf
     exclude_low: bool = False
     exclude_high: bool = False
+    or_zero: bool = False  # 0 is valid in addition to the numbers from `low` to `high`
     choices: tuple[str, ...] = ()
-    pattern: str = ""
-    metavar: str = "N,N,..."
-    separator: str = ""
-    optional: bool = False
-    allow_inf: bool = False
+    pattern: str = ""  # of valid strings that are not among `choices`
+    metavar: str = "N,N,..."  # placeholder in --help for a string that matches the pattern
+    suggestions: tuple[str, ...] = ()  # strings that shell completion offers in addition
+    separator: str = ""  # of a list such as "2,4", which Python and TOML may give as a sequence
+    optional: bool = False  # None is valid, which TOML and the command line write as "none"
+    allow_inf: bool = False  # even if `kind` is int
     allow_function: bool = False
-    bare: int | str | None = None
+    bare: int | str | None = None  # value of a flag without a value; None if one is required
+
+
+TEXT = Rule(str, "a text", pattern="(?s).*")
+
+
+def text_or_none(metavar: str, *suggestions: str) -> Rule:
+    """Return the rule for any text, such as a path, or None."""
+    return TEXT._replace(metavar=metavar, suggestions=suggestions, optional=True)
 
 
 def at_least(low: int, *, optional: bool = False, allow_inf: bool = False) -> Rule:
@@ -123,12 +110,17 @@ SIZE = Rule(
 )
 
 
-def size_of(text: str | None) -> tuple[int, int] | None:
-    """Convert a string that matches `SIZE` to (height, width). None stays None."""
-    if text is None:
-        return None
-    sides = [int(side) for side in text.split("x")]
-    return sides[0], sides[-1]
+def numbers_of(rule: Rule, value: Any) -> Any:
+    """Return the tuple of numbers that a checked string stands for, or any other value unchanged.
+
+    A size has two whole numbers.
+    """
+    if not rule.separator or value is None or value in rule.choices:
+        return value
+    if rule is SIZE:
+        sides = [int(side) for side in value.split("x")]
+        return sides[0], sides[-1]
+    return tuple(map(float, value.split(rule.separator)))
 
 
 def option(
@@ -136,67 +128,97 @@ def option(
     text: str,
     *,
     default: object,
-    resume: Literal["free", "fixed", "up"] = "free",
+    group: str | None = None,
+    resume: Resume | None = None,
     matlab: str = "",
+    default_help: str | None = None,
+    python: str = "",
 ) -> Any:
-    """Declare an option as a field of `TrainingOptions`.
+    """Declare an option as a field of an `options_class`.
 
     Parameters
     ----------
     rule : Rule or None
-        The valid values. If None, the annotation must be a `Literal`, and its names are valid.
+        The valid values. If None, the names in the annotation's `Literal` are valid, and functions
+        if the annotation has `Callable`.
     text : str
         Help text.
     default : object
         The value if no source, such as the command line, sets the option. Pass this argument by
         keyword, because type checkers and editors look for the keyword `default`.
-    resume : {"free", "fixed", "up"}
-        Whether a resumed run may change the option, must keep it, or may only increase it.
+    group, resume : str, optional
+        Replacements for the arguments of `options_class`.
     matlab : str
         Name of the option in MATLAB.
+    default_help : str, optional
+        The default in --help; "" shows none. By default, the text of `default`.
+    python : str
+        How a Python program sets an option that is not a field of `TrainingOptions`.
     """
-    facts = {"rule": rule, "help": text, "resume": resume, "matlab": matlab}
+    facts = {"rule": rule, "help": text, "matlab": matlab, "python": python}
+    facts["default_help"] = default_help
+    replacements = {"group": group, "resume": resume}
+    facts |= {name: value for name, value in replacements.items() if value is not None}
     return field(default=default, metadata=facts)
 
 
 def choice(text: str, *, default: object, **facts: Any) -> Any:
-    """Declare an option whose valid values are the names in its `Literal` annotation.
-
-    See `option` for the parameters.
-    """
+    """Declare an option whose valid values are the names in its `Literal` annotation."""
     return option(None, text, default=default, **facts)
 
 
-def rule_of(declared: Field) -> Rule:
-    """Return the rule for a field that `option` or `choice` declared."""
-    return declared.metadata["rule"] or one_of(*get_args(declared.type))
-
-
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, choice))
-def options_class(cls: type[Options]) -> type[Options]:
-    """Turn a class that declares options into a frozen dataclass with keyword-only arguments."""
-    return dataclass(frozen=True, kw_only=True)(cls)
+def options_class(
+    *, group: str, resume: Resume = "free"
+) -> Callable[[type[Options]], type[Options]]:
+    """Return a decorator that turns a class into a frozen dataclass with keyword-only options.
+
+    `group` is the title of the options in --help-all. `resume` tells whether a resumed run may
+    change the options, must keep them ("fixed"), or may only increase them ("up"). The module of
+    the class must not import `annotations` from `__future__`, so that help() shows the types.
+    """
+
+    def decorate(cls: type[Options]) -> type[Options]:
+        for name, value in vars(cls).items():
+            if isinstance(value, Field) and value.metadata:
+                facts = {"group": group, "resume": resume, **value.metadata}
+                facts["rule"] = facts["rule"] or _literal_rule(cls.__annotations__[name])
+                value.metadata = MappingProxyType(facts)
+        return dataclass(frozen=True, kw_only=True)(cls)
+
+    return decorate
+
+
+def _literal_rule(annotation):
+    """Return the rule for the names in the `Literal` of an annotation."""
+    kinds = [get_origin(kind) for kind in get_args(annotation)]
+    literal = annotation
+    if Literal in kinds:
+        literal = get_args(annotation)[kinds.index(Literal)]
+    return one_of(*get_args(literal), allow_function=Callable in kinds)
+
+
+def declared(cls: type) -> dict[str, Field]:
+    """Return {name: declaration} of the options of an `options_class`, in their order."""
+    return {f.name: f for f in fields(cls) if f.metadata}
+
+
+def rule_of(declaration: Field) -> Rule:
+    """Return the rule of an option."""
+    return declaration.metadata["rule"]
+
+
+def default_text(declaration: Field) -> str:
+    """Return the default of an option as --help shows it, or "" if --help shows none."""
+    text, default = declaration.metadata["default_help"], declaration.default
+    return text if text is not None else "none" if default is None else str(default)
 
 
 def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> Any:
-    """Check a value against a rule, and return it converted to the rule's type.
+    """Return a value converted to the type of a rule; raise UserError if it is invalid.
 
-    Parameters
-    ----------
-    rule : Rule
-        The valid values.
-    value : object
-        The value to check.
-    spelled : str
-        The option as the user wrote it, for the error message.
-    text : bool
-        Whether the value comes from text, such as a command line. If true, strings such as "12" are
-        converted to numbers.
-
-    Raises
-    ------
-    UserError
-        If the value is invalid.
+    `spelled` is the option as the user wrote it, for the message. If `text`, the value comes from a
+    command line, where strings such as "12" stand for numbers.
     """
     if rule.optional and (value is None or value == "none"):
         return None
@@ -244,6 +266,8 @@ def _fits(rule, converted):
     """Return whether a converted value is within the rule's bounds or matches its pattern."""
     if rule.kind is str:
         return bool(rule.pattern) and re.fullmatch(rule.pattern, converted) is not None
+    if rule.or_zero and converted == 0:
+        return True
     low = converted > rule.low if rule.exclude_low else converted >= rule.low
     high = converted < rule.high if rule.exclude_high else converted <= rule.high
     try:
@@ -251,37 +275,6 @@ def _fits(rule, converted):
     except OverflowError:  # an integer above the largest float
         return False
     return finite and low and high
-
-
-# {option name in MATLAB or another library, in lower case without dashes and underscores:
-#  option name in mpidl}
-SYNONYMS = {
-    "accumulategradbatches": "accumulate",
-    "checkpointfrequency": "checkpoint_every",
-    "checkpointpath": "out",
-    "dispatchinbackground": "workers",
-    "executionenvironment": "device",
-    "gradientaccumulationsteps": "accumulate",
-    "initiallearnrate": "learning_rate",
-    "l2regularization": "l2",
-    "lr": "learning_rate",
-    "maxepochs": "epochs",
-    "minibatchsize": "batch_size",
-    "optimizer": "solver",
-    "preprocessingenvironment": "workers",
-    "validationdata": "validation",
-    "verbosefrequency": "verbose_every",
-    "weightdecay": "l2",
-    "nodecay": "decay_exclude",
-}
-
-
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return ": did you mean X?" for the option closest to a name, or "" if none is close.
-
-    The search includes option names of MATLAB and other libraries.
-    """
-    return did_you_mean(name, candidates, SYNONYMS)
 
 
 def flag(name: str) -> str:

@@ -1,0 +1,1 @@
+"""Declarations of options and checks of their values, for every room that has options."""
