@@ -22,6 +22,7 @@ import uuid
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 SOURCES = os.path.join(FOLDER, "cpu")
+FORMULAS = os.path.join(FOLDER, "formulas.h")
 LIB = os.path.join(FOLDER, "lib")
 OBJECTS = os.path.join(os.path.dirname(FOLDER), "build", "kernels")
 PARSER = os.path.join(os.path.dirname(FOLDER), "mpidl", "backends", "declarations.py")
@@ -96,7 +97,7 @@ def sources_key():
     """Return a hash of the sources, headers and flags. Libraries contain this hash as a string."""
     digest = hashlib.sha256()
     sources = [os.path.join(SOURCES, name) for name in sorted(os.listdir(SOURCES))]
-    for path in [*sources, __file__, PARSER]:
+    for path in [*sources, FORMULAS, PARSER, __file__]:
         if path.endswith((".c", ".h", ".py")):
             with open(path, "rb") as file:
                 digest.update(os.path.basename(path).encode() + b"\0" + file.read() + b"\0")

@@ -40,7 +40,7 @@ class Unit(NamedTuple):
 
     @property
     def text(self):
-        """The texts of common.cuh and the family's .cu file, which include no other mpidl file."""
+        """The texts of common.cuh and the family's .cu file."""
         return source("common.cuh") + f'#line 1 "{self.family}.cu"\n' + source(f"{self.family}.cu")
 
 
@@ -87,9 +87,18 @@ def families():
 
 @functools.cache
 def source(name):
-    """Return the text of a file in kernels/cuda."""
+    """Return the text of a file in kernels/cuda. Files of kernels/ that it includes are inserted.
+
+    The cubin cache identifies a unit by its text, and NVRTC needs no path to search for files.
+    """
     with open(os.path.join(folder(), name)) as file:
-        return file.read()
+        lines = file.read().split("\n")
+    for i, line in enumerate(lines):
+        if line.startswith("#include "):
+            included = line.split('"')[1]
+            with open(os.path.join(builds.kernels_folder(), included)) as file:
+                lines[i] = f'#line 1 "{included}"\n{file.read()}#line {i + 2} "{name}"'
+    return "\n".join(lines)
 
 
 def signatures(text):

@@ -6,7 +6,8 @@ import numpy as np
 from emulator import EmulatedDevice
 
 from mpidl.backends import settings
-from mpidl.backends.gpu import array, conv, kernels, launching, pool
+from mpidl.backends.gpu import activation, array, conv, kernels, launching, pool
+from mpidl.backends.reference.activation import FUNCTIONS
 from mpidl.core import fold
 from mpidl.core.blocks import LANES
 
@@ -69,6 +70,9 @@ def units(architecture):
                 _convolve(*layer)
         for channels in (3, 32):
             _pool(channels)
+        for function in FUNCTIONS:
+            x = array.empty_lanes((1, 8, LANES))
+            activation.elementwise_dx(function, activation.elementwise(function, x), x)
     finally:
         settings.precision = precision
         launching.open(None)
