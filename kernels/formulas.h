@@ -1,18 +1,21 @@
-/* The elementwise functions and their gradients, once for C and for CUDA.
+/* The elementwise functions with their gradients, and the steps of optimizers, once for C and for
+ * CUDA.
  *
  * In C, a `vec` is a vector of lanes.h. In CUDA, it is the float of a thread, and the few words of
  * lanes.h that the formulas use are defined below. Both do the same IEEE and FMA operations in the
  * same order, so the results on a GPU have the bytes of CPUs with FMA. Bounds of errors hold with
- * FMA.
+ * FMA. No compiler may contract other expressions.
  *
- * A new function NAME consists of NAME_y and NAME_dx at the end of this file, and its name in
- * EACH_FUNCTION. `a` and `b` are the function's numbers, such as a slope. */
+ * A new function NAME consists of NAME_y, NAME_dx and its name in EACH_FUNCTION. `a` and `b` are its
+ * numbers, such as a slope. A new step consists of a function and a line in EACH_STEP. */
 #ifndef MPIDL_FORMULAS_H
 #define MPIDL_FORMULAS_H
 
 #ifdef __cplusplus
 #define INLINE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
+#define JOINED(name, part) name##part
+#define PART(name, part) JOINED(name, part) /* of a name that is itself a macro */
 typedef float vec;
 #endif
 
@@ -29,6 +32,7 @@ INLINE vec muladd(vec a, vec b, vec c) { return fmaf(a, b, c); }
 INLINE vec keep(bool mask, vec v) { return mask ? v : 0.f; }
 INLINE vec choose(bool mask, vec a, vec b) { return mask ? a : b; }
 INLINE vec larger(vec a, vec b) { return a > b ? a : b; }
+INLINE vec root(vec v) { return __fsqrt_rn(v); }
 
 INLINE struct two exact_product(vec a, vec b) {
     const vec high = a * b;
@@ -39,6 +43,17 @@ typedef uint32_t uvec __attribute__((vector_size(WIDTH * 4), aligned(4), may_ali
 
 INLINE uvec bits_of(vec x) { return (uvec)x; }
 INLINE vec of_bits(uvec bits) { return (vec)bits; }
+
+INLINE vec root(vec v) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_sqrt_ps((__m512)v);
+#elif defined(__AVX2__)
+    return (vec)_mm256_sqrt_ps((__m256)v);
+#else
+    UNROLL for (int i = 0; i < WIDTH; i++) v[i] = sqrtf(v[i]);
+    return v;
+#endif
+}
 
 /* Return a * b without rounding, as high + low, where high is the rounded product (Dekker 1971). */
 INLINE struct two exact_product(vec a, vec b) {
@@ -257,5 +272,64 @@ INLINE vec hard_swish_dx(vec dy, vec x, vec a, vec b) {
 #define EACH_FUNCTION(f)                                                                           \
     f(leaky_relu) f(tanh) f(sigmoid) f(gelu) f(gelu_tanh) f(swish) f(clip_range) f(hard_sigmoid)   \
         f(hard_swish)
+
+/* ---- the steps of optimizers: the formulas of backends/reference/optimizer.py ----
+ *
+ * A step returns the new weights and updates the arrays that the optimizer keeps. `rate` is the
+ * parameter's learning rate, and `numbers` are the formula's numbers after the learning rate. */
+
+INLINE vec regularized(vec w, vec g, float decay) {
+    if (decay != 0) g = g + decay * w;
+    return g;
+}
+
+INLINE vec sgdm(vec w, vec g, float decay, float rate, const float *numbers, vec *kept) {
+    float momentum = numbers[0];
+    kept[0] = momentum * kept[0] - rate * regularized(w, g, decay);
+    return w + kept[0];
+}
+
+INLINE vec nesterov(vec w, vec g, float decay, float rate, const float *numbers, vec *kept) {
+    float momentum = numbers[0];
+    vec change = rate * regularized(w, g, decay);
+    kept[0] = momentum * kept[0] - change;
+    return w + (momentum * kept[0] - change);
+}
+
+/* Update the means of g and of its square, and return Adam's direction. */
+INLINE vec adam_direction(vec g, const float *numbers, vec *kept) {
+    float mean_decay = numbers[0], mean_share = numbers[1], epsilon = numbers[4];
+    float square_decay = numbers[2], square_share = numbers[3];
+    kept[0] = mean_decay * kept[0] + mean_share * g;
+    kept[1] = square_decay * kept[1] + square_share * (g * g);
+    return kept[0] / (root(kept[1]) + epsilon);
+}
+
+INLINE vec adam(vec w, vec g, float decay, float rate, const float *numbers, vec *kept) {
+    return w - rate * adam_direction(regularized(w, g, decay), numbers, kept);
+}
+
+INLINE vec adamw(vec w, vec g, float decay, float rate, const float *numbers, vec *kept) {
+    float correction = numbers[5];
+    return w - rate * regularized(w, correction * adam_direction(g, numbers, kept), decay);
+}
+
+INLINE vec rmsprop(vec w, vec g, float decay, float rate, const float *numbers, vec *kept) {
+    float square_decay = numbers[0], square_share = numbers[1], epsilon = numbers[2];
+    g = regularized(w, g, decay);
+    kept[0] = square_decay * kept[0] + square_share * (g * g);
+    return w - rate * (g / (root(kept[0]) + epsilon));
+}
+
+/* A moving average of the weights, which do not change. */
+INLINE vec average(vec w, vec g, float decay, float rate, const float *numbers, vec *kept) {
+    kept[0] = kept[0] + rate * (w - kept[0]);
+    return w;
+}
+
+/* The step, its numbers including the learning rate, and the arrays that it keeps. */
+#define EACH_STEP(f)                                                                               \
+    f(sgdm, 2, 1) f(nesterov, 2, 1) f(adam, 6, 2) f(adamw, 7, 2) f(rmsprop, 4, 1) f(average, 1, 1)
+enum { MOST_NUMBERS = 7, MOST_KEPT = 2 };
 
 #endif

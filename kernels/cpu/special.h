@@ -3,6 +3,8 @@
 #ifndef MPIDL_SPECIAL_H
 #define MPIDL_SPECIAL_H
 
+#include <math.h>
+
 #include "lanes.h"
 
 #include "../formulas.h"

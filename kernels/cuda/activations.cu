@@ -2,9 +2,6 @@
 // have the same bytes as those of the CPU's kernels.
 #include "formulas.h"
 
-#define JOINED(name, part) name##part
-#define PART(name, part) JOINED(name, part)
-
 // y = f(x)
 extern "C" __global__ void __launch_bounds__(256)
 activation(const float* __restrict__ x, float* __restrict__ y, float a, float b, long long n) {
