@@ -1,6 +1,7 @@
 """Compute activation functions and their gradients in NumPy."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -141,7 +142,7 @@ def hard_swish_dx(dy, x):
 
 
 # {name: (function, gradient)} for `elementwise`. The gradient reads the result y or the input x.
-FUNCTIONS = {
+FUNCTIONS: dict[str, tuple[Callable, Callable]] = {
     "leaky_relu": (leaky_relu, leaky_relu_dx),
     "tanh": (tanh, tanh_dx),
     "sigmoid": (sigmoid, sigmoid_dx),

@@ -75,9 +75,9 @@ def units(architecture):
         for function in FUNCTIONS:
             x = array.empty_lanes((1, 8, LANES))
             activation.elementwise_dx(function, activation.elementwise(function, x), x)
-        for formula, numbers, kept in STEP.findall(kernels.source("optimizer.cu")):
+        for formula, numbers, arrays in STEP.findall(kernels.source("optimizer.cu")):
             w, ones = [array.empty((8,))], [1.0] * int(numbers)
-            optimizer.optimizer_step(formula, w, w, [w] * int(kept), ones, [0.0])
+            optimizer.optimizer_step(formula, w, w, [w] * int(arrays), ones, [0.0])
     finally:
         settings.precision = precision
         launching.open(None)
