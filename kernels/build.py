@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -21,8 +22,11 @@ import uuid
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 SOURCES = os.path.join(FOLDER, "cpu")
+FORMULAS = os.path.join(FOLDER, "formulas.h")
 LIB = os.path.join(FOLDER, "lib")
 OBJECTS = os.path.join(os.path.dirname(FOLDER), "build", "kernels")
+PARSER = os.path.join(os.path.dirname(FOLDER), "mpidl", "backends", "declarations.py")
+exported = runpy.run_path(PARSER)["exported"]
 
 # The kernels add and multiply in a fixed order. No flag may allow the compiler to change this
 # order.
@@ -92,7 +96,8 @@ def read(name):
 def sources_key():
     """Return a hash of the sources, headers and flags. Libraries contain this hash as a string."""
     digest = hashlib.sha256()
-    for path in [os.path.join(SOURCES, name) for name in sorted(os.listdir(SOURCES))] + [__file__]:
+    sources = [os.path.join(SOURCES, name) for name in sorted(os.listdir(SOURCES))]
+    for path in [*sources, FORMULAS, PARSER, __file__]:
         if path.endswith((".c", ".h", ".py")):
             with open(path, "rb") as file:
                 digest.update(os.path.basename(path).encode() + b"\0" + file.read() + b"\0")
@@ -116,17 +121,20 @@ def declarations():
 
 def calls():
     """Return C code with a case for each function of mpidl.h that play.c can call, by position."""
-    functions = re.findall(r"(\w+ \*?)mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", declarations())
+    formats = {
+        "int64_t": "arguments[{}]",
+        "float": "as_float(arguments[{}])",
+        "double": "as_double(arguments[{}])",
+    }
     cases = []
-    for number, (_, name, parameters) in enumerate(functions):
-        if name == "play" or parameters == "void" or "(" in parameters:
+    for number, (name, function) in enumerate(exported(read("mpidl.h")).items()):
+        parameters = function.parameters
+        if name == "play" or not parameters or not all(p.type for p in parameters):
             continue  # recorded calls have only numbers and addresses as arguments
-        values = []
-        for i, parameter in enumerate(parameters.split(",")):
-            kind = re.fullmatch(r"\s*(?:const )?(\w+) ?(\*?)\w*\s*", parameter)
-            formats = {"int64_t": "arguments[{}]", "float": "as_float(arguments[{}])"}
-            formats["double"] = "as_double(arguments[{}])"
-            values.append(("POINTER({})" if kind[2] else formats[kind[1]]).format(i))
+        values = [
+            ("POINTER({})" if p.is_pointer else formats[p.type]).format(i)
+            for i, p in enumerate(parameters)
+        ]
         cases.append(f"case {number}: mpidl_{name}({', '.join(values)}); break;")
     return " ".join(cases)
 

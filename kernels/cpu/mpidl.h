@@ -83,25 +83,10 @@ void mpidl_relu_dx(const float *dy, const float *y, float *dx, int64_t blocks, i
 /* elementwise.c: arrays consist of rows of 16 numbers */
 void mpidl_copy(const float *from, float *to, int64_t floats);
 void mpidl_zero(float *to, int64_t floats);
-void mpidl_leaky_relu(const float *x, float *y, float scale, int64_t rows);
-void mpidl_leaky_relu_dx(const float *dy, const float *y, float *dx, float scale, int64_t rows);
-void mpidl_tanh(const float *x, float *y, int64_t rows);
-void mpidl_tanh_dx(const float *dy, const float *y, float *dx, int64_t rows);
-void mpidl_sigmoid(const float *x, float *y, int64_t rows);
-void mpidl_sigmoid_dx(const float *dy, const float *y, float *dx, int64_t rows);
-void mpidl_gelu(const float *x, float *y, int64_t rows);
-void mpidl_gelu_dx(const float *dy, const float *x, float *dx, int64_t rows);
-void mpidl_gelu_tanh(const float *x, float *y, int64_t rows);
-void mpidl_gelu_tanh_dx(const float *dy, const float *x, float *dx, int64_t rows);
-void mpidl_swish(const float *x, float *y, int64_t rows);
-void mpidl_swish_dx(const float *dy, const float *x, float *dx, int64_t rows);
-void mpidl_clip_range(const float *x, float *y, float low, float high, int64_t rows);
-void mpidl_clip_range_dx(const float *dy, const float *y, float *dx, float low, float high,
-                         int64_t rows);
-void mpidl_hard_sigmoid(const float *x, float *y, float alpha, float beta, int64_t rows);
-void mpidl_hard_sigmoid_dx(const float *dy, const float *y, float *dx, float alpha, int64_t rows);
-void mpidl_hard_swish(const float *x, float *y, int64_t rows);
-void mpidl_hard_swish_dx(const float *dy, const float *x, float *dx, int64_t rows);
+/* Apply a function of formulas.h, or its gradient if dy is not NULL. x is then the value that the
+ * gradient reads: the input or the result. Return 0 if formulas.h has no such function, else 1. */
+int64_t mpidl_elementwise(const char *function, const float *x, const float *dy, float *out,
+                          float a, float b, int64_t rows);
 /* slope has `slopes` elements: one per channel, or 1 */
 void mpidl_prelu(const float *x, const float *slope, int64_t slopes, float *y, int64_t blocks,
                  int64_t channels, int64_t pixels);

@@ -1,11 +1,13 @@
-/* Elementary functions of doubles and vectors, computed only from sums and products, because the
- * results of the C library's functions differ between its versions. */
+/* Elementary functions of doubles, computed only from sums and products, because the results of the
+ * C library's functions differ between its versions. formulas.h has those of vectors. */
 #ifndef MPIDL_SPECIAL_H
 #define MPIDL_SPECIAL_H
 
+#include <math.h>
+
 #include "lanes.h"
 
-typedef uint32_t uvec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+#include "../formulas.h"
 
 INLINE double muladd_double(double a, double b, double c) {
 #if defined(__FMA__) || defined(__aarch64__)
@@ -58,64 +60,6 @@ INLINE double logarithm(double x) {
     UNROLL for (int i = 19; i >= 3; i -= 2) y = muladd_double(y, z, 1.0 / i);
     y = muladd_double(2 * s * z, y, muladd_double(k, 1.90821492927058770002e-10, 2 * s));
     return muladd_double(k, 6.93147180369123816490e-01, y);
-}
-
-INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
-INLINE vec with_sign_of(vec x, vec sign) { return (vec)((ivec)x | ((ivec)sign & INT32_MIN)); }
-
-/* Return (e^r - 1 - r) / r^2 for |r| <= log(2) / 2: the terms of e^r from r^2 / 2! to r^7 / 7!. */
-INLINE vec exponential_terms(vec r) {
-    vec y = splat(1.0f / 5040);
-    y = muladd(y, r, splat(1.0f / 720));
-    y = muladd(y, r, splat(1.0f / 120));
-    y = muladd(y, r, splat(1.0f / 24));
-    y = muladd(y, r, splat(1.0f / 6));
-    return muladd(y, r, splat(0.5f));
-}
-
-/* Return e^x for x <= 0, with an error of at most 1.5 ulp. Below -87.3, return e^-87.3, which is
- * near the smallest normal number. The method is the same as in `exponential`, with terms up to r^7
- * / 7!; the next term is below 2^-27. */
-INLINE vec exponential_of_negative(vec x) {
-    vec shift = splat(0x1.8p23f);
-    x = larger(splat(-87.3f), x); /* this order of arguments keeps NaN */
-    vec shifted = muladd(x, splat(0x1.715476p0f), shift), k = shifted - shift;
-    vec r = muladd(k, splat(-0.693359375f), x); /* 10 bits: the product is exact */
-    r = muladd(k, splat(2.12194440e-4f), r);
-    vec y = muladd(exponential_terms(r), r, splat(1));
-    y = muladd(y, r, splat(1));
-    return y * (vec)(((uvec)shifted << 23) + 0x3f800000); /* 2^k */
-}
-
-/* Return the hyperbolic tangent, with an error of at most 2 ulp. For |x| below 0.625, use the
- * polynomial of Cephes' tanhf, else (1 - e) / (1 + e) with e = exp(-2 |x|). */
-INLINE vec hyperbolic_tangent(vec x) {
-    vec a = magnitude(x), z = x * x;
-    vec p = muladd(splat(-5.70498872745e-3f), z, splat(2.06390887954e-2f));
-    p = muladd(p, z, splat(-5.37397155531e-2f));
-    p = muladd(p, z, splat(1.33314422036e-1f));
-    p = muladd(p, z, splat(-3.33332819422e-1f));
-    vec small = muladd(p * z, x, x), e = exponential_of_negative(-2 * a);
-    vec large = (splat(1) - e) / (splat(1) + e);
-    return choose(a < 0.625f, small, with_sign_of(large, x));
-}
-
-/* Return 1 / (1 + e^-x), with an error of at most 2.5 ulp if the result is at least 2^-125. */
-INLINE vec logistic(vec x) {
-    vec e = exponential_of_negative(-magnitude(x));
-    return choose(x >= 0, splat(1), e) / (splat(1) + e);
-}
-
-/* Return x^(-1/4) for normal x > 0, with an error of at most 1.5 ulp. The first guess, computed
- * from the exponent, has a relative error e of 3 %. Each of three steps of Newton's method reduces
- * e to 5/2 e^2. */
-INLINE vec inverse_fourth_root(vec x) {
-    vec y = (vec)(0x4f584000u - ((uvec)x >> 2));
-    UNROLL for (int i = 0; i < 3; i++) {
-        vec square = y * y;
-        y = y * muladd(x * splat(-0.25f), square * square, splat(1.25f));
-    }
-    return y;
 }
 
 #endif

@@ -61,6 +61,36 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const u32 (&a)[4], const
                    step_of_##i = (long long)gridDim.x * blockDim.x;                                \
          i < count_of_##i; i += step_of_##i)
 
+// Computes y[i] = f(x[i]) or dx[i] = f(dy[i], y[i]) for n numbers, a multiple of 4. A thread
+// processes four numbers at a time.
+struct alignas(16) Four {
+    float of[4];
+};
+
+template <class F>
+__device__ __forceinline__ void each_four(const float* x, float* y, long long n, F f) {
+    const long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; 4 * i < n; i += step) {
+        Four v = reinterpret_cast<const Four*>(x)[i];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) v.of[k] = f(v.of[k]);
+        reinterpret_cast<Four*>(y)[i] = v;
+    }
+}
+
+template <class F>
+__device__ __forceinline__ void each_four(const float* dy, const float* y, float* dx,
+                                          long long n, F f) {
+    const long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; 4 * i < n; i += step) {
+        Four g = reinterpret_cast<const Four*>(dy)[i];
+        const Four v = reinterpret_cast<const Four*>(y)[i];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) g.of[k] = f(g.of[k], v.of[k]);
+        reinterpret_cast<Four*>(dx)[i] = g;
+    }
+}
+
 #if defined(MPIDL_EMULATED) || __CUDA_ARCH__ >= 800
 template <int FLOATS>
 __device__ __forceinline__ void cp_async(float* to, const float* from, bool ok) {

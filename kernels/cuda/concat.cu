@@ -3,10 +3,6 @@
 // `part` has `rows` rows of `words` numbers, which are channels of a pixel. `whole` has rows of
 // `pitch` numbers. The part begins at number `first` of each row of `whole`.
 
-struct alignas(16) Four {
-    float of[4];
-};
-
 template <bool SPLIT, class T>
 __device__ __forceinline__ void move(T* part, T* whole, long long rows, int words, int pitch,
                                      int first) {

@@ -1,16 +1,6 @@
 // Cross-channel (local response) normalization of NHWC images: y = x d^-beta with
 // d = k + a (sum of x^2 over a window of channels) and a = alpha / window. See mpidl/ops/lrn.py.
-
-// Returns x^(-1/4) for normal x > 0; see kernels/cpu/special.h.
-__device__ __forceinline__ float inverse_fourth_root(float x) {
-    float y = __uint_as_float(0x4f584000u - (__float_as_uint(x) >> 2));
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-        const float square = y * y;
-        y = y * fmaf(x * -0.25f, square * square, 1.25f);
-    }
-    return y;
-}
+#include "formulas.h"
 
 // Returns d^-beta, and stores d^-beta / d in `ratio`.
 __device__ __forceinline__ float power(float d, double beta, float& ratio) {

@@ -1,20 +1,28 @@
-// Optimizer steps: one kernel for each formula of backends/reference/optimizer.py. No operations
-// are contracted, so the results have the same bytes as those of kernels/cpu/optimizer.c.
-//
+// An optimizer step: a formula of formulas.h, which is compiled once for each FORMULA. No operations
+// are contracted, so the results have the same bytes as those of the CPU's kernels.
+#include "formulas.h"
+
+#define SIZES(name, numbers, kept) enum { name##_numbers = numbers, name##_kept = kept };
+EACH_STEP(SIZES)
+
 // parameters: for each parameter, its number of floats, and the addresses of its weight, its
 // gradient, the new weight (`stepped`) and the arrays that the formula keeps. `stepped` may be the
 // weight itself. places: for each block of threads, its parameter and the index of its first float;
 // a block processes at most `chunk` floats. decays and factors: one number for each parameter. The
-// numbers of a formula are read from memory, because they may change between replays of a recorded
-// step.
-
-// Calls step.take(weight, gradient, state) for each number of a block of threads. `take` updates
-// the weight and the numbers of the state arrays. step.decay and step.rate are the parameter's
-// values.
-template <int ARRAYS, typename Step>
-__device__ __forceinline__ void each_number(Step step, const long long* parameters,
-                                            const int* places, const float* decays,
-                                            const float* factors, float learning_rate, int chunk) {
+// numbers of a formula, starting with the learning rate, are read from memory, because they may
+// change between replays of a recorded step. Numbers that the formula lacks are null.
+extern "C" __global__ void __launch_bounds__(256)
+optimizer_step(const long long* __restrict__ parameters, const int* __restrict__ places,
+               const float* __restrict__ decays, const float* __restrict__ factors,
+               const float* __restrict__ learning_rate, const float* __restrict__ number1,
+               const float* __restrict__ number2, const float* __restrict__ number3,
+               const float* __restrict__ number4, const float* __restrict__ number5,
+               const float* __restrict__ number6, int chunk) {
+    constexpr int ARRAYS = PART(FORMULA, _kept), NUMBERS = PART(FORMULA, _numbers) - 1;
+    const float* from[MOST_NUMBERS - 1] = {number1, number2, number3, number4, number5, number6};
+    float numbers[MOST_NUMBERS - 1];
+#pragma unroll
+    for (int k = 0; k < NUMBERS; k++) numbers[k] = *from[k];
     const int parameter = places[2 * blockIdx.x], first = places[2 * blockIdx.x + 1];
     const long long* own = parameters + (4 + ARRAYS) * parameter;
     const int count = min((long long)chunk, own[0] - first);
@@ -28,8 +36,10 @@ __device__ __forceinline__ void each_number(Step step, const long long* paramete
         state[k] = (float*)own[4 + k] + first;
         addresses |= (long long)state[k];
     }
-    step.decay = decays[parameter];
-    step.rate = learning_rate * factors[parameter];
+    const float decay = decays[parameter], rate = *learning_rate * factors[parameter];
+    auto step = [=](float& w, float g, float* kept) {
+        w = FORMULA(w, g, decay, rate, numbers, kept);
+    };
     int rest = 0;
     if ((addresses & 15) == 0) {
         rest = count / 4 * 4;
@@ -43,10 +53,10 @@ __device__ __forceinline__ void each_number(Step step, const long long* paramete
 #pragma unroll
             for (int k = 0; k < ARRAYS; k++)
                 x[k] = old[k].x, y[k] = old[k].y, z[k] = old[k].z, u[k] = old[k].w;
-            step.take(weight.x, gradient.x, x);
-            step.take(weight.y, gradient.y, y);
-            step.take(weight.z, gradient.z, z);
-            step.take(weight.w, gradient.w, u);
+            step(weight.x, gradient.x, x);
+            step(weight.y, gradient.y, y);
+            step(weight.z, gradient.z, z);
+            step(weight.w, gradient.w, u);
 #pragma unroll
             for (int k = 0; k < ARRAYS; k++)
                 *(float4*)(state[k] + i) = make_float4(x[k], y[k], z[k], u[k]);
@@ -57,128 +67,9 @@ __device__ __forceinline__ void each_number(Step step, const long long* paramete
         float weight = w[i], old[ARRAYS];
 #pragma unroll
         for (int k = 0; k < ARRAYS; k++) old[k] = state[k][i];
-        step.take(weight, g[i], old);
+        step(weight, g[i], old);
 #pragma unroll
         for (int k = 0; k < ARRAYS; k++) state[k][i] = old[k];
         stepped[i] = weight;
     }
-}
-
-struct Sgdm {
-    float momentum, decay, rate;
-
-    __device__ __forceinline__ void take(float& w, float g, float* state) const {
-        if (decay != 0.0f) g = g + decay * w;
-        const float v = momentum * state[0] - rate * g;
-        state[0] = v;
-        w = w + v;
-    }
-};
-
-extern "C" __global__ void __launch_bounds__(256)
-    sgdm(const long long* __restrict__ parameters, const int* __restrict__ places,
-         const float* __restrict__ decays, const float* __restrict__ factors,
-         const float* __restrict__ learning_rate, const float* __restrict__ momentum, int chunk) {
-    const Sgdm step = {*momentum};
-    each_number<1>(step, parameters, places, decays, factors, *learning_rate, chunk);
-}
-
-struct Nesterov {
-    float momentum, decay, rate;
-
-    __device__ __forceinline__ void take(float& w, float g, float* state) const {
-        if (decay != 0.0f) g = g + decay * w;
-        const float change = rate * g, v = momentum * state[0] - change;
-        state[0] = v;
-        w = w + (momentum * v - change);
-    }
-};
-
-extern "C" __global__ void __launch_bounds__(256)
-    nesterov(const long long* __restrict__ parameters, const int* __restrict__ places,
-             const float* __restrict__ decays, const float* __restrict__ factors,
-             const float* __restrict__ learning_rate, const float* __restrict__ momentum,
-             int chunk) {
-    const Nesterov step = {*momentum};
-    each_number<1>(step, parameters, places, decays, factors, *learning_rate, chunk);
-}
-
-struct Adam {
-    float mean_decay, mean_share, square_decay, square_share, epsilon, decay, rate;
-
-    __device__ __forceinline__ void take(float& w, float g, float* state) const {
-        if (decay != 0.0f) g = g + decay * w;
-        state[0] = mean_decay * state[0] + mean_share * g;
-        state[1] = square_decay * state[1] + square_share * (g * g);
-        w = w - rate * (state[0] / (__fsqrt_rn(state[1]) + epsilon));
-    }
-};
-
-extern "C" __global__ void __launch_bounds__(256)
-    adam(const long long* __restrict__ parameters, const int* __restrict__ places,
-         const float* __restrict__ decays, const float* __restrict__ factors,
-         const float* __restrict__ learning_rate, const float* __restrict__ mean_decay,
-         const float* __restrict__ mean_share, const float* __restrict__ square_decay,
-         const float* __restrict__ square_share, const float* __restrict__ epsilon, int chunk) {
-    const Adam step = {*mean_decay, *mean_share, *square_decay, *square_share, *epsilon};
-    each_number<2>(step, parameters, places, decays, factors, *learning_rate, chunk);
-}
-
-struct AdamW {
-    float mean_decay, mean_share, square_decay, square_share, epsilon, correction, decay, rate;
-
-    __device__ __forceinline__ void take(float& w, float g, float* state) const {
-        state[0] = mean_decay * state[0] + mean_share * g;
-        state[1] = square_decay * state[1] + square_share * (g * g);
-        float direction = correction * (state[0] / (__fsqrt_rn(state[1]) + epsilon));
-        if (decay != 0.0f) direction = direction + decay * w;
-        w = w - rate * direction;
-    }
-};
-
-extern "C" __global__ void __launch_bounds__(256)
-    adamw(const long long* __restrict__ parameters, const int* __restrict__ places,
-          const float* __restrict__ decays, const float* __restrict__ factors,
-          const float* __restrict__ learning_rate, const float* __restrict__ mean_decay,
-          const float* __restrict__ mean_share, const float* __restrict__ square_decay,
-          const float* __restrict__ square_share, const float* __restrict__ epsilon,
-          const float* __restrict__ correction, int chunk) {
-    const AdamW step = {*mean_decay,   *mean_share, *square_decay,
-                        *square_share, *epsilon,    *correction};
-    each_number<2>(step, parameters, places, decays, factors, *learning_rate, chunk);
-}
-
-struct RmsProp {
-    float square_decay, square_share, epsilon, decay, rate;
-
-    __device__ __forceinline__ void take(float& w, float g, float* state) const {
-        if (decay != 0.0f) g = g + decay * w;
-        state[0] = square_decay * state[0] + square_share * (g * g);
-        w = w - rate * (g / (__fsqrt_rn(state[0]) + epsilon));
-    }
-};
-
-extern "C" __global__ void __launch_bounds__(256)
-    rmsprop(const long long* __restrict__ parameters, const int* __restrict__ places,
-            const float* __restrict__ decays, const float* __restrict__ factors,
-            const float* __restrict__ learning_rate, const float* __restrict__ square_decay,
-            const float* __restrict__ square_share, const float* __restrict__ epsilon, int chunk) {
-    const RmsProp step = {*square_decay, *square_share, *epsilon};
-    each_number<1>(step, parameters, places, decays, factors, *learning_rate, chunk);
-}
-
-struct Average {
-    float decay, rate;
-
-    __device__ __forceinline__ void take(float& w, float g, float* state) const {
-        state[0] = state[0] + rate * (w - state[0]);
-    }
-};
-
-extern "C" __global__ void __launch_bounds__(256)
-    average(const long long* __restrict__ parameters, const int* __restrict__ places,
-            const float* __restrict__ decays, const float* __restrict__ factors,
-            const float* __restrict__ share, int chunk) {
-    const Average step = {};
-    each_number<1>(step, parameters, places, decays, factors, *share, chunk);
 }

@@ -1,9 +1,5 @@
 // Padding and cropping of NHWC images.
 
-struct alignas(16) Four {
-    float of[4];
-};
-
 // Writes y (images, P, Q, C) from x (images, H, W, C). Pixel (0, 0) of x becomes pixel (top, left)
 // of y, where top and left may be negative. Pixels outside x have the value `outside`.
 template <class T>

@@ -277,58 +277,18 @@ class Backend(TrainingFunctions, Protocol):
     def relu_dx(self, dy: Lanes, y: Lanes) -> Lanes:
         """Return dy where y > 0, else 0."""
 
-    def leaky_relu(self, x: Lanes, scale: float) -> Lanes:
-        """Return x where x > 0, else scale * x."""
+    def elementwise(self, function: str, x: Lanes, *numbers: float) -> Lanes:
+        """Return a function of each element, by its name in `reference.activation.FUNCTIONS`.
 
-    def leaky_relu_dx(self, dy: Lanes, y: Lanes, scale: float) -> Lanes:
-        """Return dy where y > 0, else scale * dy. y has the sign of x, because scale >= 0."""
-
-    def tanh(self, x: Lanes) -> Lanes:
-        """Return the hyperbolic tangent."""
-
-    def tanh_dx(self, dy: Lanes, y: Lanes) -> Lanes:
-        """Return dy * (1 - y**2)."""
-
-    def sigmoid(self, x: Lanes) -> Lanes:
-        """Return 1 / (1 + exp(-x))."""
-
-    def sigmoid_dx(self, dy: Lanes, y: Lanes) -> Lanes:
-        """Return dy * y * (1 - y)."""
-
-    def gelu(self, x: Lanes, approximate: str) -> Lanes:
-        """Return x * Phi(x), where Phi is the standard normal distribution function.
-
-        If `approximate` is "tanh" instead of "none", return
-        x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2. The result for -inf is -0.
-        Subnormal results may be 0.
+        `numbers` are the function's arguments after x, at most two.
         """
 
-    def gelu_dx(self, dy: Lanes, x: Lanes, approximate: str) -> Lanes:
-        """Return dy times the derivative of `gelu` at x."""
+    def elementwise_dx(self, function: str, dy: Lanes, value: Lanes, *numbers: float) -> Lanes:
+        """Return the gradient of `elementwise` with respect to x.
 
-    def swish(self, x: Lanes) -> Lanes:
-        """Return x / (1 + exp(-x)), or 0 if x < -87.3."""
-
-    def swish_dx(self, dy: Lanes, x: Lanes) -> Lanes:
-        """Return dy times the derivative of `swish` at x."""
-
-    def clip_range(self, x: Lanes, low: float, high: float) -> Lanes:
-        """Return min(max(x, low), high). NaN stays NaN. `low` and `high` may be infinite."""
-
-    def clip_range_dx(self, dy: Lanes, y: Lanes, low: float, high: float) -> Lanes:
-        """Return dy where low < y < high, else 0."""
-
-    def hard_sigmoid(self, x: Lanes, alpha: float, beta: float) -> Lanes:
-        """Return min(max(alpha * x + beta, 0), 1)."""
-
-    def hard_sigmoid_dx(self, dy: Lanes, y: Lanes, alpha: float) -> Lanes:
-        """Return alpha * dy where 0 < y < 1, else 0."""
-
-    def hard_swish(self, x: Lanes) -> Lanes:
-        """Return x * hard_sigmoid(x, 1 / 6, 1 / 2)."""
-
-    def hard_swish_dx(self, dy: Lanes, x: Lanes) -> Lanes:
-        """Return 0 where x <= -3, dy where x >= 3, else (x / 3 + 1 / 2) * dy."""
+        `value` is x or the result y. The name of the gradient's second argument in
+        `reference.activation` tells which.
+        """
 
     def prelu(self, x: Lanes, slope: Vector) -> Lanes:
         """Return x where x > 0, else slope * x.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.backends import REFERENCE as reference
+from mpidl.backends.reference import activation
 
 # Large numbers distinguish an activation from one whose input or output is clipped.
 LARGE = np.outer([-1, 1], [10, 30, 100, 1e3, 1e5, 1e7]).ravel()
@@ -35,10 +35,10 @@ ARITHMETIC: dict[str, Function] = {
 ESSENTIAL = ("Erf", "Tanh", "Clip")  # each pattern contains one of these nodes
 # (operator, attributes, values of the activation on the grid)
 ACTIVATIONS: tuple[tuple[str, dict[str, Any], np.ndarray], ...] = (
-    ("Gelu", {"approximate": "none"}, reference.gelu(GRID, "none")),
-    ("Gelu", {"approximate": "tanh"}, reference.gelu(GRID, "tanh")),
-    ("HardSigmoid", {"alpha": 1 / 6, "beta": 0.5}, reference.hard_sigmoid(GRID, 1 / 6, 0.5)),
-    ("HardSwish", {}, reference.hard_swish(GRID)),
+    ("Gelu", {"approximate": "none"}, activation.gelu(GRID)),
+    ("Gelu", {"approximate": "tanh"}, activation.gelu_tanh(GRID)),
+    ("HardSigmoid", {"alpha": 1 / 6, "beta": 0.5}, activation.hard_sigmoid(GRID, 1 / 6, 0.5)),
+    ("HardSwish", {}, activation.hard_swish(GRID)),
 )
 
 

@@ -15,6 +15,26 @@ __all__ = ["clip", "gelu", "hard_sigmoid", "hard_swish", "leaky_relu", "prelu"]
 __all__ += ["relu", "sigmoid", "softmax", "swish", "tanh"]
 
 
+def _elementwise(
+    name: str, x: Blocked, *numbers: float, function: str | None = None, from_x: bool = False
+) -> WithVjp[Blocked]:
+    """Return the backend's `elementwise` function of x, and its vjp.
+
+    `function` is the backend's name of the op `name`, if it is another one. The gradient is
+    computed from x if `from_x`, else from the result.
+    """
+    check.images(name, x)
+    backend, lanes, function = backends.of_value(x), x.lanes, function or name
+    y = backend.elementwise(function, lanes, *numbers)
+    value = lanes if from_x else y
+
+    def vjp(dy, needs):
+        dx = backend.elementwise_dx(function, dy.lanes, value, *numbers)
+        return x.like(dx), *(None for _ in needs[1:])
+
+    return x.like(y), vjp
+
+
 @op(blocks=True)
 def relu(x: Blocked) -> WithVjp[Blocked]:
     """Return max(x, 0), elementwise. The gradient at 0 is 0.
@@ -57,15 +77,8 @@ def leaky_relu(x: Blocked, scale: float = 0.01) -> WithVjp[Blocked]:
     Blocked
         The result, with the shape of `x`; a Var during differentiation.
     """
-    check.images("leaky_relu", x)
     check_scale("leaky_relu", scale)
-    backend = backends.of_value(x)
-    y = backend.leaky_relu(x.lanes, scale)
-
-    def vjp(dy, needs):
-        return (x.like(backend.leaky_relu_dx(dy.lanes, y, scale)), None)[: len(needs)]
-
-    return x.like(y), vjp
+    return _elementwise("leaky_relu", x, scale)
 
 
 @op(blocks=True)
@@ -82,10 +95,7 @@ def tanh(x: Blocked) -> WithVjp[Blocked]:
     Blocked
         The result, with the shape of `x`; a Var during differentiation.
     """
-    check.images("tanh", x)
-    backend = backends.of_value(x)
-    y = backend.tanh(x.lanes)
-    return x.like(y), lambda dy, needs: (x.like(backend.tanh_dx(dy.lanes, y)),)
+    return _elementwise("tanh", x)
 
 
 @op(blocks=True)
@@ -102,10 +112,7 @@ def sigmoid(x: Blocked) -> WithVjp[Blocked]:
     Blocked
         The result, with the shape of `x`; a Var during differentiation.
     """
-    check.images("sigmoid", x)
-    backend = backends.of_value(x)
-    y = backend.sigmoid(x.lanes)
-    return x.like(y), lambda dy, needs: (x.like(backend.sigmoid_dx(dy.lanes, y)),)
+    return _elementwise("sigmoid", x)
 
 
 def check_approximate(name: str, approximate: Any) -> None:
@@ -144,15 +151,9 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
     and MATLAB use the same names for the approximations. GELU is not monotonic, so the backward
     pass cannot compute the gradient from y and needs x.
     """
-    check.images("gelu", x)
     check_approximate("gelu", approximate)
-    backend, lanes = backends.of_value(x), x.lanes
-    y = backend.gelu(lanes, approximate)
-
-    def vjp(dy, needs):
-        return (x.like(backend.gelu_dx(dy.lanes, lanes, approximate)), None)[: len(needs)]
-
-    return x.like(y), vjp
+    function = "gelu" if approximate == "none" else "gelu_tanh"
+    return _elementwise("gelu", x, function=function, from_x=True)
 
 
 @op(blocks=True)
@@ -173,10 +174,7 @@ def swish(x: Blocked) -> WithVjp[Blocked]:
     -----
     See Ramachandran, Zoph and Le, "Searching for activation functions", 2017, arXiv:1710.05941.
     """
-    check.images("swish", x)
-    backend, lanes = backends.of_value(x), x.lanes
-    y = backend.swish(lanes)
-    return x.like(y), lambda dy, needs: (x.like(backend.swish_dx(dy.lanes, lanes)),)
+    return _elementwise("swish", x, from_x=True)
 
 
 def check_range(name: str, low: Any, high: Any) -> None:
@@ -211,15 +209,8 @@ def clip(x: Blocked, low: float, high: float) -> WithVjp[Blocked]:
     ValueError
         If low >= high, or if both bounds are infinite.
     """
-    check.images("clip", x)
     check_range("clip", low, high)
-    backend = backends.of_value(x)
-    y = backend.clip_range(x.lanes, low, high)
-
-    def vjp(dy, needs):
-        return (x.like(backend.clip_range_dx(dy.lanes, y, low, high)), None, None)[: len(needs)]
-
-    return x.like(y), vjp
+    return _elementwise("clip", x, low, high, function="clip_range")
 
 
 def check_line(name: str, alpha: Any, beta: Any) -> None:
@@ -248,15 +239,8 @@ def hard_sigmoid(x: Blocked, alpha: float = 1 / 6, beta: float = 0.5) -> WithVjp
     Blocked
         The result, with the shape of `x`; a Var during differentiation.
     """
-    check.images("hard_sigmoid", x)
     check_line("hard_sigmoid", alpha, beta)
-    backend = backends.of_value(x)
-    y = backend.hard_sigmoid(x.lanes, alpha, beta)
-
-    def vjp(dy, needs):
-        return (x.like(backend.hard_sigmoid_dx(dy.lanes, y, alpha)), None, None)[: len(needs)]
-
-    return x.like(y), vjp
+    return _elementwise("hard_sigmoid", x, alpha, beta)
 
 
 @op(blocks=True)
@@ -277,10 +261,7 @@ def hard_swish(x: Blocked) -> WithVjp[Blocked]:
     -----
     See Howard et al., "Searching for MobileNetV3", 2019, arXiv:1905.02244, section 5.2.
     """
-    check.images("hard_swish", x)
-    backend, lanes = backends.of_value(x), x.lanes
-    y = backend.hard_swish(lanes)
-    return x.like(y), lambda dy, needs: (x.like(backend.hard_swish_dx(dy.lanes, lanes)),)
+    return _elementwise("hard_swish", x, from_x=True)
 
 
 @op(blocks=True)

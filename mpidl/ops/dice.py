@@ -30,7 +30,7 @@ def _dice(
     backend, batch, x = backends.of_value(scores), scores.batch, scores.lanes
     counts, is_single = batch.counts(), scores.shape[1] == 1
     if is_single:
-        y = backend.sigmoid(x)
+        y = backend.elementwise("sigmoid", x)
         p = y.astype(np.float64)
     else:
         p = backend.softmax(x)
@@ -38,7 +38,7 @@ def _dice(
 
     def vjp(dy, needs):
         d = backend.dice_dp(p, lanes, slopes, batch.per_image * float(dy), counts)
-        d = backend.sigmoid_dx(d, y) if is_single else backend.softmax_dx(d, p)
+        d = backend.elementwise_dx("sigmoid", d, y) if is_single else backend.softmax_dx(d, p)
         return scores.like(d if d.dtype == x.dtype else d.astype(x.dtype)), None
 
     return total * batch.per_image, vjp

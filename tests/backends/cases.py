@@ -325,13 +325,18 @@ def per_channel(c):
     yield Case("predict_scale", str(c), predict, 1e-7, typed=False)
 
 
-# {activation: (arguments of the function, arguments of the gradient)}
-OF_RESULTS = {
-    "leaky_relu": ({"scale": 0.2}, {"scale": 0.2}),
-    "tanh": ({}, {}),
-    "sigmoid": ({}, {}),
-    "clip_range": ({"low": -0.3, "high": 0.5}, {"low": -0.3, "high": 0.5}),
-    "hard_sigmoid": ({"alpha": 0.7, "beta": 0.4}, {"alpha": 0.7}),
+LARGE = {"low": -5, "high": 5}  # x that covers all branches
+# {function: (its numbers, the argument that its gradient reads, x, tolerance of the gradient)}
+FUNCTIONS = {
+    "leaky_relu": ((0.2,), "y", {}, 3e-7),
+    "tanh": ((), "y", {}, 3e-7),
+    "sigmoid": ((), "y", {}, 3e-7),
+    "gelu": ((), "x", {}, 3e-7),
+    "gelu_tanh": ((), "x", {}, 3e-7),
+    "swish": ((), "x", LARGE, 5e-7),
+    "clip_range": ((-0.3, 0.5), "y", {}, 3e-7),
+    "hard_sigmoid": ((0.7, 0.4), "y", {}, 3e-7),
+    "hard_swish": ((), "x", LARGE, 5e-7),
 }
 IMAGES = {
     "pixels": (5, 3, 7),
@@ -341,24 +346,26 @@ IMAGES = {
 }
 
 
-def activations(name, options, gradient_options):
-    """Yield the cases of an activation and of its gradient, which reads the backend's result."""
+def elementwise(name, numbers, reads, draw, tolerance):
+    """Yield the cases of a function, and of its gradient, which reads x or the backend's result."""
     for label, shape in IMAGES.items():
-        yield Case(name, label, {"x": lanes(*shape)} | options)
-        yield Case(
-            *(f"{name}_dx", label, {"dy": cotangent(*shape), "x": lanes(*shape)}),
-            call=lambda b, a: getattr(b, f"{name}_dx")(
-                a["dy"], getattr(b, name)(a["x"], **options), **gradient_options
-            ),
-        )
+        x = {"x": lanes(*shape, **draw)}
+
+        def result(b, a):
+            return b.elementwise(name, a["x"], *numbers)
+
+        def gradient(b, a):
+            value = a["x"] if reads == "x" else result(b, a)
+            return b.elementwise_dx(name, a["dy"], value, *numbers)
+
+        yield Case("elementwise", f"{name}, {label}", x, call=result)
+        dy = {"dy": cotangent(*shape)}
+        yield Case("elementwise_dx", f"{name}, {label}", dy | x, tolerance, call=gradient)
 
 
-def activations_of_inputs(shape):
-    """Yield the cases of activations whose gradient reads x. Large x cover all branches."""
-    label, large = str(shape), lanes(*shape, low=-5, high=5)
-    for name in ("swish", "hard_swish"):
-        yield Case(name, label, {"x": large})
-        yield Case(f"{name}_dx", label, {"dy": cotangent(*shape), "x": large}, 5e-7)
+def learnable_slopes(shape):
+    """Yield the cases of PReLU."""
+    label = str(shape)
     for slopes in dict.fromkeys((shape[0], 1)):
         arguments = {"x": lanes(*shape), "slope": vector(slopes)}
         yield Case("prelu", f"{label}, {slopes}", arguments, 1e-7)
@@ -582,15 +589,10 @@ def table():
     running = {"olds": [vector(n) for n in (3, 3, 200, 1)], "decay": 0.1}
     running["values"] = [draw._replace(dtype=np.float64) for draw in running["olds"]]
     yield Case("running", "several", running, 1e-6)
-    for name, options in OF_RESULTS.items():
-        yield from activations(name, *options)
+    for name, options in FUNCTIONS.items():
+        yield from elementwise(name, *options)
     for shape in IMAGES.values():
-        yield from activations_of_inputs(shape)
-    for approximate in ("none", "tanh"):
-        for shape in IMAGES.values():
-            label, x = f"{approximate}, {shape}", {"x": lanes(*shape), "approximate": approximate}
-            yield Case("gelu", label, x)
-            yield Case("gelu_dx", label, {"dy": cotangent(*shape)} | x)
+        yield from learnable_slopes(shape)
     for label, shape in POOLS.items():
         yield from pooling(label, *shape)
     for label, (shape, padding, value) in PADDINGS.items():

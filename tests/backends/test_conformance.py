@@ -8,6 +8,7 @@ and several numbers of threads. The GPU backend runs on the emulated device, or 
 import functools
 import itertools
 
+import cases
 import numpy as np
 import pytest
 from cases import CASES
@@ -37,6 +38,7 @@ from mpidl.backends import CPU, REFERENCE, settings
 from mpidl.backends.gather import FUNCTIONS
 from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.interface import HOST
+from mpidl.backends.reference import activation
 from mpidl.core.blocks import LANES
 from mpidl.core.fold import Partial
 
@@ -336,6 +338,10 @@ def test_every_function_has_a_case(backend):
         if backend in case.backends and case.function not in calls.names:
             call(case, calls, arguments(case, calls, share(2)))
     assert calls.names == set(FUNCTIONS) - (HOST if backend == "gpu" else set())
+
+
+def test_every_elementwise_function_has_cases():
+    assert set(cases.FUNCTIONS) == set(activation.FUNCTIONS)
 
 
 def test_names_of_cases_are_unique():

@@ -128,7 +128,7 @@ def add_loss(name, function, formula, targets, *options, **keywords):
 
 def add_dice(name, rule, formula, classes=K):
     def chances(b, x):
-        return b.sigmoid(x).astype(np.float64) if classes == 1 else b.softmax(x)
+        return b.elementwise("sigmoid", x).astype(np.float64) if classes == 1 else b.softmax(x)
 
     def loss(b, a):
         return b.dice(chances(b, a.x), a.y, a.counts, a.tree, rule)[0]

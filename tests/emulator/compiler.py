@@ -14,9 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
-from mpidl.backends.gpu import kernels
+from mpidl.backends import declarations
 
 SHIM = (Path(__file__).parent / "shim.h").read_text()
 # Without contraction, products and sums are rounded separately, as with NVRTC's -fmad=false.
@@ -25,8 +23,6 @@ SHIM = (Path(__file__).parent / "shim.h").read_text()
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 FLAGS += ["-fcf-protection=none"] if os.uname().machine == "x86_64" else []
 FLAGS += ["-march=native", "-fPIC", "-w"]
-C_TYPES = {np.dtype(short): name for name, short in kernels.ELEMENTS.items()}
-C_NUMBERS = {ctype: name for name, ctype in kernels.NUMBERS.items()}
 
 
 def find():
@@ -41,18 +37,14 @@ def program(text, defines=()):
     values = {**dict(defines), **({"MIN_BLOCKS": 1} if "MIN_BLOCKS" in dict(defines) else {})}
     names = "".join(f"#define {name} {value}\n" for name, value in values.items())
     code = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
-    calls = [_call(name, params, code) for name, params in kernels.signatures(text).items()]
+    calls = [_call(name, kernel, code) for name, kernel in declarations.kernels(text).items()]
     return f'{names}{text}\n#line 1 "calls"\n' + "".join(calls)
 
 
-def _call(name, arguments, text):
+def _call(name, kernel, text):
     """Return C functions that run a kernel and return its maximum number of threads."""
-    values = []
-    for i, argument in enumerate(arguments):
-        if argument.element is None:
-            values.append(f"*({C_NUMBERS[argument.ctype]}*)a[{i}]")
-        else:
-            values.append(f"*({C_TYPES[argument.element]}**)a[{i}]")
+    types = [f"{value.type}{'*' if value.is_pointer else ''}" for value in kernel.parameters]
+    values = [f"*({type_}*)a[{i}]" for i, type_ in enumerate(types)]
     bounds = re.search(rf"__launch_bounds__\(([^)]*)\)\s+{name}\(", text)
     return f"""
 static void emulated_{name}(void** a) {{ {name}({", ".join(values)}); }}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpidl.backends import declarations
 from mpidl.backends.cpu import builds
 
 HEAD = """
@@ -41,7 +42,7 @@ class Recorder:
 
     def __init__(self, library):
         self.kernels, self.called = library, []
-        self.declared = builds.declarations(HEADER.read_text())
+        self.declared = builds.ctypes_of(declarations.exported(HEADER.read_text()))
         self.functions, self.data = [], []
 
     def __getattr__(self, name):

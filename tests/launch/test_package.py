@@ -79,7 +79,8 @@ def expected_names():
     """Return the paths of the package's files in a wheel without kernels."""
     files = {str(path.relative_to(ROOT)) for path in sources("mpidl", "mpidl_command.py")}
     cuda = {f"mpidl/{path.relative_to(ROOT)}" for path in sources("kernels/cuda")}
-    return files | cuda | {"mpidl/kernels/README.md", "mpidl/kernels/cpu/mpidl.h"}
+    other = ("README.md", "formulas.h", "cpu/mpidl.h")
+    return files | cuda | {f"mpidl/kernels/{name}" for name in other}
 
 
 @needs_compiler

@@ -10,14 +10,20 @@ from mpidl.backends.cpu.builds import kernels
 from mpidl.core.blocks import LANES
 
 
-def _by_element(function, *arrays, scale=()):
-    """Apply an elementwise kernel to arrays of equal shape, and return the result.
+def elementwise(function, x, *numbers):
+    return _elementwise(function, x, None, numbers)
 
-    `scale` holds the additional scalar arguments of the kernel.
-    """
-    y = arenas.empty(arrays[0].shape)
-    function(*map(np.ascontiguousarray, arrays), y, *scale, y.size // LANES)
-    return y
+
+def elementwise_dx(function, dy, value, *numbers):
+    return _elementwise(function, value, np.ascontiguousarray(dy), numbers)
+
+
+def _elementwise(function, x, dy, numbers):
+    out, (a, b) = arenas.empty(x.shape), (*numbers, 0.0, 0.0)[:2]
+    x, rows = np.ascontiguousarray(x), out.size // LANES
+    if kernels().elementwise(function.encode(), x, dy, out, a, b, rows) == 0:
+        raise TypeError(f"kernels/formulas.h has no function {function}")
+    return out
 
 
 def relu(x):
@@ -30,76 +36,6 @@ def relu_dx(dy, y):
     dx = arenas.empty(y.shape)
     kernels().relu_dx(np.ascontiguousarray(dy), np.ascontiguousarray(y), dx, *sizes(y))
     return dx
-
-
-def leaky_relu(x, scale):
-    return _by_element(kernels().leaky_relu, x, scale=(scale,))
-
-
-def leaky_relu_dx(dy, y, scale):
-    return _by_element(kernels().leaky_relu_dx, dy, y, scale=(scale,))
-
-
-def tanh(x):
-    # error at most 2 ulp
-    return _by_element(kernels().tanh, x)
-
-
-def tanh_dx(dy, y):
-    return _by_element(kernels().tanh_dx, dy, y)
-
-
-def sigmoid(x):
-    # error at most 2.5 ulp
-    return _by_element(kernels().sigmoid, x)
-
-
-def sigmoid_dx(dy, y):
-    return _by_element(kernels().sigmoid_dx, dy, y)
-
-
-def gelu(x, approximate):
-    # error at most 2.5 ulp, or 3 ulp with the tanh approximation
-    exact = approximate == "none"
-    return _by_element(kernels().gelu if exact else kernels().gelu_tanh, x)
-
-
-def gelu_dx(dy, x, approximate):
-    exact = approximate == "none"
-    return _by_element(kernels().gelu_dx if exact else kernels().gelu_tanh_dx, dy, x)
-
-
-def swish(x):
-    # error at most 3.5 ulp
-    return _by_element(kernels().swish, x)
-
-
-def swish_dx(dy, x):
-    return _by_element(kernels().swish_dx, dy, x)
-
-
-def clip_range(x, low, high):
-    return _by_element(kernels().clip_range, x, scale=(low, high))
-
-
-def clip_range_dx(dy, y, low, high):
-    return _by_element(kernels().clip_range_dx, dy, y, scale=(low, high))
-
-
-def hard_sigmoid(x, alpha, beta):
-    return _by_element(kernels().hard_sigmoid, x, scale=(alpha, beta))
-
-
-def hard_sigmoid_dx(dy, y, alpha):
-    return _by_element(kernels().hard_sigmoid_dx, dy, y, scale=(alpha,))
-
-
-def hard_swish(x):
-    return _by_element(kernels().hard_swish, x)
-
-
-def hard_swish_dx(dy, x):
-    return _by_element(kernels().hard_swish_dx, dy, x)
 
 
 def prelu(x, slope):
@@ -119,7 +55,9 @@ def _slopes(slope):
 
 
 def prelu_dslope(dy, x, slopes, tree):
-    products = _by_element(kernels().prelu_products, dy, x)
+    products = arenas.empty(x.shape)
+    arrays = map(np.ascontiguousarray, (dy, x))
+    kernels().prelu_products(*arrays, products, x.size // LANES)
     if slopes == 1:
         products = products.reshape(len(x), 1, math.prod(x.shape[1:-1]), LANES)
     return channel_sums(products, tree)

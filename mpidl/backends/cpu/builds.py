@@ -10,13 +10,12 @@ import contextlib
 import ctypes
 import functools
 import os
-import re
 import runpy
 import threading
 
 import numpy as np
 
-from mpidl.backends import settings
+from mpidl.backends import declarations, settings
 from mpidl.errors import UserError
 
 # The Linux names of the CPU features that each build needs. The best build comes first.
@@ -50,7 +49,6 @@ TYPES = {
     "int64_t": ctypes.c_int64,
     "double": ctypes.c_double,
     "float": ctypes.c_float,
-    "const char *": ctypes.c_char_p,
     "void": None,
 }
 
@@ -79,33 +77,20 @@ def _pointer(name, const):
     return type(f"{name}*", (), {"from_param": staticmethod(from_param), "const": const})
 
 
-def _type(text):
-    match = re.fullmatch(r"(const )?(\w+) ?(\*?)\w*", text.strip())
-    if match is None:
+def _type(value):
+    if not value.type:
         return ctypes.c_void_p  # a function pointer
-    const, name, star = match.groups()
-    if name == "char":
+    if value.type == "char":
         return ctypes.c_char_p
-    return _pointer(name, bool(const)) if star else TYPES[name]
+    return _pointer(value.type, value.is_const) if value.is_pointer else TYPES[value.type]
 
 
-def declarations(header):
-    """Parse a header's functions; return {name: (result type, argument types)} for ctypes."""
-    text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
-    pattern = r"(const char \*|\b\w+ )mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);"
-    functions = {}
-    for result, name, arguments in re.findall(pattern, text):
-        # splitting at commas is safe: the parameter list of a function pointer is always (void)
-        types = [] if arguments.strip() == "void" else [_type(a) for a in arguments.split(",")]
-        functions[name] = (TYPES[result.strip() if "*" not in result else result], types)
-    return functions
-
-
-def texts(header):
-    """Parse the functions of a header; return {name: result and arguments without spaces}."""
-    text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
-    matches = re.findall(r"(\w+ \*?)mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", text)
-    return {name: re.sub(r"\s+", "", result + arguments) for result, name, arguments in matches}
+def ctypes_of(functions):
+    """Return {name: (result type, argument types)} for ctypes of `declarations.exported`."""
+    return {
+        name: (_type(function.result), [_type(parameter) for parameter in function.parameters])
+        for name, function in functions.items()
+    }
 
 
 _sinks = threading.local()  # has the attribute `recorder` in a thread that records a step
@@ -174,8 +159,8 @@ class Library:
         except OSError as error:
             raise UserError(f"{path}: cannot be loaded: {error}") from error
         with open(header) as file:
-            text = file.read()
-            self._declared, self._texts = declarations(text), texts(text)
+            self._functions = declarations.exported(file.read())
+        self._declared = ctypes_of(self._functions)
         try:
             self._missing_bytes = ctypes.c_int64.in_dll(self._library, "mpidl_missing_bytes")
         except ValueError:  # compiled from older sources
@@ -186,7 +171,7 @@ class Library:
             self._has = {}
         else:
             declared.restype = ctypes.c_char_p
-            self._has = texts(declared().decode())
+            self._has = declarations.exported(declared().decode())
         self._positions = {name: i for i, name in enumerate(self._has)}
 
     @property
@@ -212,7 +197,7 @@ class Library:
             raise AttributeError(f"kernels/cpu/mpidl.h declares no mpidl_{name}")
         function = getattr(self._library, f"mpidl_{name}", None)
         has_flag = self._missing_bytes is not None
-        if function is None or not has_flag or self._has.get(name) != self._texts[name]:
+        if function is None or not has_flag or self._has.get(name) != self._functions[name]:
             raise UserError(
                 f"{self.path}: compiled from sources of another version (mpidl_{name} differs): "
                 f"{how_to_build()}"

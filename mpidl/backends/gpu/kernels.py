@@ -1,20 +1,19 @@
 """Read the sources and parameters of the CUDA kernels, and check the arguments of launches.
 
 The sources are in kernels/cuda, one .cu file per family of kernels. Each file is compiled with the
-text of common.cuh prepended. A kernel has the name of its CUDA function. The parameters are parsed
-from the function's declaration, so an argument of the wrong type raises an error. The module
-`cpu.builds` parses mpidl.h in the same way.
+text of common.cuh prepended. A kernel has the name of its CUDA function. The parameters come from
+the function's declaration, so an argument of the wrong type raises an error.
 """
 
 import ctypes
 import functools
 import os
-import re
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidl import phases
+from mpidl.backends import declarations
 from mpidl.backends.cpu import builds
 
 NUMBERS = {
@@ -31,9 +30,6 @@ ELEMENTS = {
     "unsigned char": "u1",
 }
 NEEDS = {"conv_dweight": 80, "conv_gemm": 80}  # {family: oldest GPU architecture that can run it}
-KERNEL = re.compile(
-    r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(([^)]*)\)', re.S
-)
 
 
 class Unit(NamedTuple):
@@ -44,7 +40,7 @@ class Unit(NamedTuple):
 
     @property
     def text(self):
-        """The texts of common.cuh and the family's .cu file, which include no other mpidl file."""
+        """The texts of common.cuh and the family's .cu file."""
         return source("common.cuh") + f'#line 1 "{self.family}.cu"\n' + source(f"{self.family}.cu")
 
 
@@ -91,27 +87,32 @@ def families():
 
 @functools.cache
 def source(name):
-    """Return the text of a file in kernels/cuda."""
+    """Return the text of a file in kernels/cuda. Files of kernels/ that it includes are inserted.
+
+    The cubin cache identifies a unit by its text, and NVRTC needs no path to search for files.
+    """
     with open(os.path.join(folder(), name)) as file:
-        return file.read()
+        lines = file.read().split("\n")
+    for i, line in enumerate(lines):
+        if line.startswith("#include "):
+            included = line.split('"')[1]
+            with open(os.path.join(builds.kernels_folder(), included)) as file:
+                lines[i] = f'#line 1 "{included}"\n{file.read()}#line {i + 2} "{name}"'
+    return "\n".join(lines)
 
 
 def signatures(text):
-    """Parse the kernel declarations in a source text, and return {kernel: (Argument, ...)}."""
-    kernels = {}
-    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
-    for name, inside in KERNEL.findall(text):
-        arguments = []
-        for declaration in inside.split(","):
-            words = re.sub(r"\bconst\b|\b__restrict__\b", "", declaration).strip()
-            kind, name_of = re.fullmatch(r"([\w ]+?\s*\*?)\s*(\w+)", words).groups()
-            if kind.endswith("*"):
-                element = np.dtype(ELEMENTS[kind.rstrip("* ").strip()])
-                arguments.append(Argument(name_of, element=element))
-            else:
-                arguments.append(Argument(name_of, ctype=NUMBERS[kind.strip()]))
-        kernels[name] = tuple(arguments)
-    return kernels
+    """Return {kernel: (Argument, ...)} of the kernels that a source text defines."""
+    return {
+        name: tuple(map(_argument, function.parameters))
+        for name, function in declarations.kernels(text).items()
+    }
+
+
+def _argument(parameter):
+    if parameter.is_pointer:
+        return Argument(parameter.name, element=np.dtype(ELEMENTS[parameter.type]))
+    return Argument(parameter.name, ctype=NUMBERS[parameter.type])
 
 
 @functools.cache

@@ -12,10 +12,12 @@ import numpy as np
 
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.array import Array
+from mpidl.backends.reference.optimizer import is_formula
 
 ALIGNED = 64  # floats: 256 bytes, the alignment of device memory
 THREADS = 256  # threads per block
 SMALL = 1 << 22  # maximum total size of the parameters, in floats, for the smaller chunk
+MOST_NUMBERS = 7  # of a formula, as in formulas.h
 CHUNKS = 4 * THREADS, 32 * THREADS  # sizes of the two chunks: floats per block of threads
 
 
@@ -68,9 +70,14 @@ def from_numpy(value, like):
 def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=None):
     """Return the new weights, which are stored in one array at the positions from `places`.
 
-    The kernel has the name of the formula. If the old weights are stored in the same way, the new
-    array may use their memory: the kernel reads each old weight before it writes the new one.
+    If the old weights are stored in the same way, the new array may use their memory: the kernel
+    reads each old weight before it writes the new one.
     """
+    if not is_formula(formula, len(numbers), len(state)):
+        raise TypeError(
+            f"no kernel computes the step {formula} with {len(numbers)} numbers and {len(state)} "
+            "arrays"
+        )
     factors = [1.0] * len(weights) if factors is None else factors
     _check(formula, weights, gradient=gradients)
     for arrays in state:
@@ -80,16 +87,18 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     stepped = _side_by_side(weights)
     if not weights:
         return stepped
+    numbers = [*map(_on_device, numbers), *[None] * (MOST_NUMBERS - len(numbers))]
     launching.launch(
-        formula,
+        "optimizer_step",
         len(blocks),
         THREADS,
         _table(sizes, weights, gradients, stepped, *state),
         launching.constant(blocks),
         _constant(decays),
         _constant(factors),
-        *map(_on_device, numbers),
+        *numbers,
         chunk,
+        defines={"FORMULA": formula},
     )
     return stepped
 

@@ -1,6 +1,7 @@
 """Compute activation functions and their gradients in NumPy."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -9,6 +10,14 @@ from mpidl.backends.reference.batchnorm import channel_sums
 # Nodes (n + 1/2) / 2 and weights of the trapezoidal rule for the normal distribution.
 NODES = np.arange(0.25, 6.5, 0.5)
 NODE_WEIGHTS = np.exp(-(NODES**2))
+
+
+def elementwise(function, x, *numbers):
+    return FUNCTIONS[function][0](x, *numbers)
+
+
+def elementwise_dx(function, dy, value, *numbers):
+    return FUNCTIONS[function][1](dy, value, *numbers)
 
 
 def relu(x):
@@ -23,7 +32,7 @@ def leaky_relu(x, scale):
     return np.where(x > 0, x, x * x.dtype.type(scale))
 
 
-def leaky_relu_dx(dy, y, scale):
+def leaky_relu_dx(dy, y, scale):  # y has the sign of x, because scale >= 0
     return np.where(y > 0, dy, dy * dy.dtype.type(scale))
 
 
@@ -70,24 +79,30 @@ def _tanh_argument(t):
     return b * t * (1 + 0.044715 * t * t), b * (1 + 3 * 0.044715 * t * t)
 
 
-def gelu(x, approximate):
+def gelu(x):
     signed, t = _with_magnitude(x)
-    if approximate == "none":
-        tail = t * _upper_tail(t)
-    else:
-        e = np.exp(-_tanh_argument(t)[0])
-        tail = t * e / (1 + e)
+    tail = t * _upper_tail(t)
     return np.where(signed >= 0, signed - tail, -tail).astype(x.dtype)
 
 
-def gelu_dx(dy, x, approximate):
+def gelu_dx(dy, x):
     signed, t = _with_magnitude(x)
-    if approximate == "none":
-        slope = _upper_tail(t) - t * np.exp(-t * t / 2) / math.sqrt(2 * math.pi)
-    else:
-        w, dw = _tanh_argument(t)
-        e = np.exp(-w)
-        slope = e / (1 + e) * (1 - t * dw / (1 + e))
+    slope = _upper_tail(t) - t * np.exp(-t * t / 2) / math.sqrt(2 * math.pi)
+    return (dy * np.where(signed >= 0, 1 - slope, slope)).astype(x.dtype)
+
+
+def gelu_tanh(x):
+    signed, t = _with_magnitude(x)
+    e = np.exp(-_tanh_argument(t)[0])
+    tail = t * e / (1 + e)
+    return np.where(signed >= 0, signed - tail, -tail).astype(x.dtype)
+
+
+def gelu_tanh_dx(dy, x):
+    signed, t = _with_magnitude(x)
+    w, dw = _tanh_argument(t)
+    e = np.exp(-w)
+    slope = e / (1 + e) * (1 - t * dw / (1 + e))
     return (dy * np.where(signed >= 0, 1 - slope, slope)).astype(x.dtype)
 
 
@@ -113,7 +128,7 @@ def hard_sigmoid(x, alpha, beta):
     return np.clip(x * x.dtype.type(alpha) + x.dtype.type(beta), 0, 1)
 
 
-def hard_sigmoid_dx(dy, y, alpha):
+def hard_sigmoid_dx(dy, y, alpha, beta):
     return np.multiply(dy * dy.dtype.type(alpha), (y > 0) & (y < 1))
 
 
@@ -124,6 +139,20 @@ def hard_swish(x):
 def hard_swish_dx(dy, x):
     slope = np.where(x < 3, x / x.dtype.type(3) + x.dtype.type(0.5), 1)
     return dy * np.where(x > -3, slope, 0).astype(x.dtype)
+
+
+# {name: (function, gradient)} for `elementwise`. The gradient reads the result y or the input x.
+FUNCTIONS: dict[str, tuple[Callable, Callable]] = {
+    "leaky_relu": (leaky_relu, leaky_relu_dx),
+    "tanh": (tanh, tanh_dx),
+    "sigmoid": (sigmoid, sigmoid_dx),
+    "gelu": (gelu, gelu_dx),
+    "gelu_tanh": (gelu_tanh, gelu_tanh_dx),
+    "swish": (swish, swish_dx),
+    "clip_range": (clip_range, clip_range_dx),
+    "hard_sigmoid": (hard_sigmoid, hard_sigmoid_dx),
+    "hard_swish": (hard_swish, hard_swish_dx),
+}
 
 
 def _per_channel(slope, x):

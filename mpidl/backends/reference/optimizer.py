@@ -115,6 +115,12 @@ FORMULAS = {
 }
 
 
+def is_formula(name, numbers, arrays):
+    """Return whether a formula has this name and takes this many numbers and state arrays."""
+    formula = FORMULAS.get(name)
+    return formula is not None and formula.__code__.co_argcount == 3 + numbers + arrays
+
+
 def _regularized(w, g, decay):
     return g + decay * w if decay else g
 

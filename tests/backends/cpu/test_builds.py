@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from image_sets import refusal
 
+from mpidl.backends import declarations
 from mpidl.backends.cpu import builds
 
 needs_kernels = pytest.mark.skipif(
@@ -159,7 +160,7 @@ def test_declarations_of_a_header_are_parsed():
     const char *mpidl_text(void);
     void mpidl_hook(void (*function)(void)); /* or NULL */
     """
-    declared = builds.declarations(header)
+    declared = builds.ctypes_of(declarations.exported(header))
     assert set(declared) == {"nothing", "sum", "text", "hook"}
     assert declared["nothing"] == (None, []) and declared["text"] == (ctypes.c_char_p, [])
     result, (x, sums, count, counts) = declared["sum"]
@@ -186,7 +187,7 @@ def test_a_library_has_the_functions_of_the_header(build):
     """Check all libraries, including those that this CPU cannot run, without calling a kernel."""
     library = builds.load(build)
     with open(HEADER) as file:
-        for name in builds.declarations(file.read()):
+        for name in declarations.exported(file.read()):
             getattr(library, name)
     with pytest.raises(AttributeError, match="declares no mpidl_nothing_such"):
         _ = library.nothing_such

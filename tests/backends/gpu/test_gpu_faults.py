@@ -171,8 +171,8 @@ FAULTS = [
         (0, 0, 0),
         edits={
             "a product and a sum are rounded once": (
-                "v = momentum * state[0] - rate * g;",
-                "v = fmaf(momentum, state[0], -(rate * g));",
+                "kept[0] = momentum * kept[0] - rate * regularized(w, g, decay);",
+                "kept[0] = fmaf(momentum, kept[0], -(rate * regularized(w, g, decay)));",
             ),
             "the remainder of groups of four is skipped": (
                 "int i = rest + threadIdx.x; i < count;",
@@ -214,11 +214,11 @@ FAULTS = [
     ),
     Fault(
         *("activations", "exponents are not limited to those of floats"),
-        *("x = x < -87.3f ? -87.3f : x;", ""),
+        *("x = larger(splat(-87.3f), x);", ""),
         *(activation.test_rounding_is_at_most_two_and_a_half_ulps, ("sigmoid",)),
     ),
     Fault(
-        *("activations", "four channels have one slope"),
+        *("prelu", "four channels have one slope"),
         *("channel = channel + 1 == slopes ? 0 : channel + 1;", ""),
         *(check_on_gpu, ("prelu, (5, 3, 7), 5",)),
     ),
@@ -248,8 +248,9 @@ FAULTS = [
     Fault(
         *("optimizer", "Nesterov's step uses the old velocity"),
         *(
-            "state[0] = v;\n        w = w + (momentum * v - change);",
-            "w = w + (momentum * state[0] - change);\n        state[0] = v;",
+            "kept[0] = momentum * kept[0] - change;\n    return w + (momentum * kept[0] - change);",
+            "w = w + (momentum * kept[0] - change);\n    kept[0] = momentum * kept[0] - change;\n"
+            "    return w;",
         ),
         *(check_on_gpu, ("optimizer_step, nesterov",)),
     ),
@@ -259,21 +260,20 @@ FAULTS = [
         "optimizer_step, adamw",
         edits={
             "a decoupled decay is added to the gradient": (
-                "state[0] = mean_decay * state[0] + mean_share * g;",
-                "if (decay != 0.0f) g = g + decay * w;\n"
-                "        state[0] = mean_decay * state[0] + mean_share * g;",
+                "correction * adam_direction(g, numbers, kept)",
+                "correction * adam_direction(regularized(w, g, decay), numbers, kept)",
             ),
             "the decay is missing from the direction": (
-                "if (decay != 0.0f) direction = direction + decay * w;",
-                "",
+                "regularized(w, correction * adam_direction(g, numbers, kept), decay)",
+                "correction * adam_direction(g, numbers, kept)",
             ),
         },
     ),
     Fault(
         *("optimizer", "the gradient is not squared"),
         *(
-            "state[1] = square_decay * state[1] + square_share * (g * g)",
-            "state[1] = square_decay * state[1] + square_share * g",
+            "kept[1] = square_decay * kept[1] + square_share * (g * g)",
+            "kept[1] = square_decay * kept[1] + square_share * g",
         ),
         *(check_on_gpu, ("optimizer_step, adam",)),
     ),

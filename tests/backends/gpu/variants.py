@@ -1,16 +1,19 @@
 """List the units that a GPU may compile: the units that networks load, and all other families."""
 
+import re
 from collections import defaultdict
 
 import numpy as np
 from emulator import EmulatedDevice
 
 from mpidl.backends import settings
-from mpidl.backends.gpu import array, conv, kernels, launching, pool
+from mpidl.backends.gpu import activation, array, conv, kernels, launching, optimizer, pool
+from mpidl.backends.reference.activation import FUNCTIONS
 from mpidl.core import fold
 from mpidl.core.blocks import LANES
 
 PROCESSORS = {"sm_70": 80, "sm_75": 40, "sm_80": 108, "sm_90": 132}  # V100, T4, A100, H200
+STEP = re.compile(r"f\((\w+), (\d), (\d)\)")  # (formula, numbers, arrays) in EACH_STEP
 UNPADDED, PADDED = ((0, 0), (0, 0)), ((1, 1), (1, 1))
 
 # (blocks, (C, H, W), (K, C/g, R, S), stride, padding, dilation, groups)
@@ -69,6 +72,12 @@ def units(architecture):
                 _convolve(*layer)
         for channels in (3, 32):
             _pool(channels)
+        for function in FUNCTIONS:
+            x = array.empty_lanes((1, 8, LANES))
+            activation.elementwise_dx(function, activation.elementwise(function, x), x)
+        for formula, numbers, arrays in STEP.findall(kernels.source("optimizer.cu")):
+            w, ones = [array.empty((8,))], [1.0] * int(numbers)
+            optimizer.optimizer_step(formula, w, w, [w] * int(arrays), ones, [0.0])
     finally:
         settings.precision = precision
         launching.open(None)
