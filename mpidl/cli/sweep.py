@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from mpidl.cli import arguments, train
+from mpidl.cli import arguments, train_run
 from mpidl.cli.parser import Parser, count
 from mpidl.comm import World, failure
 from mpidl.comm.groups import Group, describe
@@ -233,7 +233,7 @@ class Command:
             with folder.log(), failure.Signals() as trial_signals:
                 trial_signals.name = signals.name
                 try:
-                    return train.train(typed, world, trial_signals, lock)
+                    return train_run.train(typed, world, trial_signals, lock)
                 except Exception as error:
                     dispatch.print_traceback(error)
                     if isinstance(error, (UserError, Fault)) and world.rank == 0:
