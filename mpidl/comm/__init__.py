@@ -1,5 +1,7 @@
 """Communication between ranks. Only this package calls MPI."""
 
-from mpidl.comm.world import World
+import sys
 
-__all__ = ["World"]
+from mpidl.lazy import LazyPackage
+
+sys.modules[__name__].__class__ = LazyPackage

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -23,8 +23,10 @@ from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.evaluation.ranking import Ranking
 from mpidl.files import write_whole
-from mpidl.nn import Network
 from mpidl.text import aligned, class_names, did_you_mean, printable
+
+if TYPE_CHECKING:
+    from mpidl.nn import Network
 
 Vector: TypeAlias = np.ndarray
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,8 +20,10 @@ from mpidl.losses.label_checks import (
     checked_weights,
     numbers_of,
 )
-from mpidl.nn import Network
 from mpidl.ops.label_checks import squeezed
+
+if TYPE_CHECKING:
+    from mpidl.nn import Network
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.files import read_toml, write_whole
-from mpidl.nn import Network
 from mpidl.text import printable
 from mpidl.training.options.option_types import (
     SIZE,
@@ -36,6 +35,9 @@ from mpidl.training.options.training_options import (
     recipe_options,
 )
 from mpidl.training.schedules import ENDING
+
+if TYPE_CHECKING:
+    from mpidl.nn import Network
 
 WEIGHTS = "weights"  # source of a normalization that is stored in the weight file
 RECORDS = ("sources", "versions", "weights_file")  # tables of options.toml that contain no options
@@ -254,7 +256,7 @@ def versions_of(mpi_library: str) -> dict[str, str]:
 
 
 def resumable(
-    options: TrainingOptions, net: Network, datastore: Datastore, ranks: int
+    options: TrainingOptions, net: "Network", datastore: Datastore, ranks: int
 ) -> dict[str, Any]:
     """Return the facts of a run that `changed_on_resume` compares with a checkpoint."""
     store = options.validation

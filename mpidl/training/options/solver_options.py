@@ -6,11 +6,10 @@ This module does not import `annotations` from `__future__`, so that help() show
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpidl.data.datastore import Datastore
 from mpidl.losses import LOSSES, TAKERS, LabelLoss, loss_with_options
-from mpidl.nn import Network
 from mpidl.training.optimizers import SOLVERS, SolverName
 from mpidl.training.optimizers.sgdm import NESTEROV
 from mpidl.training.optimizers.transforms import RULES
@@ -24,6 +23,9 @@ from mpidl.training.options.option_types import (
     options_class,
     positive,
 )
+
+if TYPE_CHECKING:
+    from mpidl.nn import Network
 
 NUMBER = r"[0-9]+(\.[0-9]+)?(e[-+]?[0-9]+)?"  # pattern of a number >= 0
 
@@ -371,7 +373,7 @@ class SolverOptions:
         return loss_with_options(self.loss, options)
 
     def loss_for(
-        self, net: Network, datastore: Datastore, world: Any = None
+        self, net: "Network", datastore: Datastore, world: Any = None
     ) -> str | Callable[..., Any]:
         """Return the loss with its options applied, for a training set. Collective.
 
