@@ -24,7 +24,7 @@ COMMANDS = {
     "report": "Show the results of runs, or write a page about them",
     "completion": "Print a script that completes commands in a shell",
 }
-command = ""  # the command that runs, for `mpidl.quick_imports`
+command = ""  # the command that runs, for `mpidl.startup`
 
 
 def main() -> None:

@@ -3,14 +3,15 @@
 The same seed, data and options give the same weights, byte for byte, on any number of ranks.
 """
 
-# These imports must come first: they make the imports below quicker, and a signal may arrive then.
-from mpidl import quick_imports
-
-quick_imports.begin()
-
+# A signal may arrive during the imports below.
 from mpidl import startup
 
 startup.begin()
+
+if startup.command() is not None:
+    from mpidl import listed_folders
+
+    listed_folders.begin()
 
 import os
 import sys

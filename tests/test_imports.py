@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpidl"
 # The packages and top-level modules that each package or module may import. The modules TAPE of
 # core are called "tape" here, because the backends, comm and data may not import them.
 TAPE = ("mpidl.core.tape", "mpidl.core.grad", "mpidl.core.vjp_check")
-BASE = {"startup", "errors", "text", "files", "matlab_names", "quick_imports", "side_process"}
+BASE = {"startup", "errors", "text", "files", "matlab_names", "listed_folders", "side_process"}
 BASE |= {"attribute_changes", "lazy"}
 BACKENDS = BASE | {"core", "kernels"}
 OPS = BASE | {"core", "tape", "backends"}

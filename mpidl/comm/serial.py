@@ -14,7 +14,6 @@ from types import ModuleType, SimpleNamespace
 
 from mpidl.comm import failure, mpi_start, ulfm
 from mpidl.errors import UserError
-from mpidl.quick_imports import QuickImports
 from mpidl.text import pip_install
 
 
@@ -37,7 +36,7 @@ def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
         If MPI cannot be loaded and a launcher started several tasks, or if MPI cannot start.
     """
     try:
-        with QuickImports(), mpi_start.without_rdma():
+        with mpi_start.without_rdma():
             import mpi4py
 
             # These settings take effect only if they precede the first import of mpi4py.MPI.
