@@ -14,7 +14,7 @@ from benchmarks import machine, prediction, subject, turns
 from benchmarks.mpidl_step import TrainStep
 from mpidl.comm import World, failure
 from mpidl.data import ArrayDatastore
-from mpidl.jobs.launcher import environment, launcher
+from mpidl.launcher import environment, launcher
 from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.train import train

@@ -23,7 +23,7 @@ from benchmarks import report, turns
 from mpidl import data
 from mpidl.comm import World
 from mpidl.errors import Fault
-from mpidl.jobs.launcher import environment
+from mpidl.launcher import environment
 from mpidl.nn import zoo
 from mpidl.report import Metrics
 from mpidl.training import tracking_hooks

@@ -21,7 +21,7 @@ from mpidl import data
 from mpidl.comm import World, failure
 from mpidl.errors import Fault
 from mpidl.evaluation import evaluate
-from mpidl.jobs.launcher import environment
+from mpidl.launcher import environment
 from mpidl.nn import zoo
 from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions

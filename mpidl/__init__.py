@@ -17,7 +17,7 @@ import os
 import sys
 from typing import NoReturn
 
-from mpidl import lazy
+from mpidl import lazy, wings
 
 # Limit BLAS to one thread before NumPy loads. A BLAS may split a matrix product among threads,
 # and the order of additions then depends on the number of threads.
@@ -39,5 +39,6 @@ class _FrontDoor(lazy.LazyPackage):
 
 
 sys.modules[__name__].__class__ = _FrontDoor
+sys.meta_path.append(wings.WingFinder)
 
 __version__ = "0.1.0"

@@ -92,4 +92,12 @@ class LazyPackage(ModuleType):
     def _public_names(self) -> list[str]:
         origins, families = read_stub(self.__path__[0])
         names = {name for module in families for name in importlib.import_module(module).__all__}
-        return sorted(names | origins.keys())
+        return sorted(names | {name for name, module in origins.items() if _exists(module)})
+
+
+def _exists(module: str) -> bool:
+    """Whether a module exists; the wings of mpidl can be removed."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False

@@ -17,6 +17,10 @@ NUMBERS = (signal.SIGUSR1, signal.SIGTERM)
 
 # The user's value of OMP_NUM_THREADS, which the package replaces when it is imported.
 omp_num_threads = os.environ.get("OMP_NUM_THREADS", "")
+# Environment variables of all processes of a job under mpidl.launch.
+JOB_TOKEN = "MPIDL_JOB_TOKEN"  # the same value if the job starts again
+JOB_START = "MPIDL_JOB_START"  # how many times the job was started
+
 early_signal: str | None = None  # name of the last signal that `note` received
 
 

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from mpidl.wings import WINGS
+
 PACKAGE = Path(__file__).resolve().parents[1] / "mpidl"
 
 # The packages and top-level modules that each package or module may import. The modules TAPE of
 # core are called "tape" here, because the backends, comm and data may not import them.
 TAPE = ("mpidl.core.tape", "mpidl.core.grad", "mpidl.core.vjp_check")
 BASE = {"startup", "errors", "text", "files", "matlab_names", "listed_folders", "side_process"}
-BASE |= {"attribute_changes", "lazy"}
+BASE |= {"attribute_changes", "launcher", "lazy", "wings"}
 BACKENDS = BASE | {"core", "kernels"}
 OPS = BASE | {"core", "tape", "backends"}
 NN = OPS | {"ops"}
@@ -125,12 +127,20 @@ def group(module):
     return "tape" if module in TAPE else (module.split(".") + [""])[1]
 
 
+def wing_of(module):
+    """Return the wing that a module belongs to, or None."""
+    parts = module.split(".")[1:]
+    wings = (".".join(parts[:depth]) for depth in (1, 2))
+    return next((wing for wing in wings if wing in WINGS), None)
+
+
 def violations(texts):
     """Return a line for each import that breaks a rule. `texts` is {dotted module name: source}."""
     errors, graph = [], {}
     for module, text in texts.items():
         package = group(module)
-        is_command = module.endswith(".__main__")  # python -m mpidl.report
+        # such as mpidl.report.__main__, which is python -m mpidl.report
+        is_command = module.endswith((".__main__", ".command", ".command_probe"))
         allowed = (COMMANDS if is_command else MAY_IMPORT.get(package, COMMANDS)) | {package}
         for name, line, time in imports_of(module, text, texts):
             position, top = f"{module}:{line} imports {name}", name.split(".")[0]
@@ -144,6 +154,9 @@ def violations(texts):
                     graph.setdefault(module, set()).add(name)
             if top in ONLY_IN and not module.startswith(ONLY_IN[top]):
                 errors.append(f"{position}: only {' and '.join(ONLY_IN[top])} may")
+            if time == EARLY and wing_of(name) not in (None, wing_of(module)):
+                if module != "mpidl.__init__":  # a stub, whose names are imported when used
+                    errors.append(f"{position}: a wing, only inside a function")
             is_late = top in ONLY_LATE or name in LATE_MODULES
             if is_late and time == EARLY and module not in LATE_MODULES:
                 errors.append(f"{position}: only inside a function")
@@ -195,6 +208,12 @@ BROKEN = {
     },
     "mpidl.comm.transport -> mpidl.comm.world": {  # through the name of a lazy package
         "mpidl.comm.transport": "from mpidl.comm import World\n"
+    },
+    "imports mpidl.interchange.weights: a wing, only inside": {
+        "mpidl.training.bad": "from mpidl.interchange import weights\n"
+    },
+    "imports mpidl.report.live.address: a wing, only inside": {
+        "mpidl.training.bad": "from mpidl.report.live.address import Address\n"
     },
     "cycle: mpidl.nn.a -> mpidl.nn.b -> mpidl.nn.a": {
         "mpidl.nn.a": "import mpidl.nn.b\n",

@@ -24,7 +24,7 @@ from mpidl.cli.parser import Parser, count
 from mpidl.comm import failure, thread_budget
 from mpidl.errors import UserError
 from mpidl.files import write_whole
-from mpidl.jobs.launcher import environment
+from mpidl.launcher import environment
 from mpidl.training.options import training_options
 
 

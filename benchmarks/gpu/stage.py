@@ -24,7 +24,7 @@ from mpidl.backends.gpu.discovery import versions, visible
 from mpidl.cli import start
 from mpidl.comm import World, failure
 from mpidl.core.blocks import LANES
-from mpidl.jobs.launcher import environment
+from mpidl.launcher import environment
 from mpidl.training.options import configuration
 
 # Optional packages and their uses; the check needs only NumPy and CuPy.

@@ -19,7 +19,6 @@ from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, predict
 from mpidl.evaluation.confusion import Confusion
 from mpidl.files import on_rank_0
-from mpidl.interchange import network_files
 from mpidl.nn.layers import Sigmoid
 from mpidl.report import Console, arrays
 from mpidl.text import class_names, printable
@@ -83,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _network(parsed, layers):
     """Load the network, with the normalization of the file or of the user."""
-    net = network_files.load(parsed.model, layers, normalization=parsed.normalization)
+    net = start.load_network(parsed.model, layers, parsed.normalization)
     net.normalization.need_known()
     return net
 

@@ -16,7 +16,7 @@ from mpidl.cli.parser import typed_command
 from mpidl.comm import failure
 from mpidl.data.storage.settings import check_url
 from mpidl.errors import Fault, UserError
-from mpidl.jobs.launcher import environment, launcher
+from mpidl.launcher import environment, launcher
 from mpidl.report import Console
 from mpidl.text import aligned, printable
 from mpidl.training.files import generations

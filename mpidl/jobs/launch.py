@@ -20,7 +20,7 @@ from mpidl.comm.thread_budget import available_cores
 from mpidl.errors import RankError, UserError
 from mpidl.jobs import launch_worker
 from mpidl.jobs.launch_job import SIZE_VARIABLE, Interrupts, Job
-from mpidl.jobs.launcher import launcher
+from mpidl.launcher import launcher
 from mpidl.report.progress import notebook
 from mpidl.text import pip_install
 

@@ -8,7 +8,7 @@ from mpidl.cli import arguments, help_groups
 from mpidl.cli.parser import DESCRIBE, Parser, ParserReady, typed_command
 from mpidl.errors import UserError
 
-COMMANDS = tuple(mpidl_command.COMMANDS)
+COMMANDS = tuple(mpidl_command.commands())
 
 
 def parser_of(command):

@@ -4,7 +4,7 @@ import pytest
 
 import mpidl as dl
 from mpidl.comm import srun
-from mpidl.jobs.launcher import launcher
+from mpidl.launcher import launcher
 
 NEW = """MPI plugin types are...
 \tnone

@@ -20,7 +20,7 @@ def parser_of(command):
     return getattr(module, "parse", None) or getattr(arguments, command)
 
 
-PARSERS = {command: parser_of(command) for command in mpidl_command.COMMANDS}
+PARSERS = {command: parser_of(command) for command in mpidl_command.commands()}
 PARSERS["benchmarks"] = bench_arguments.parse
 STARTERS = {"mpirun", "srun", "sbatch"}  # their arguments are options followed by a command
 # Commands that run in one process and refuse to run on several ranks.

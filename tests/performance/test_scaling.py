@@ -3,9 +3,9 @@
 import pytest
 
 import mpidl as dl
-from mpidl.cli import scaling
 from mpidl.comm import failure, thread_budget
 from mpidl.errors import Fault
+from mpidl.performance import command as scaling
 from mpidl.performance import prediction, study
 from mpidl.performance.simulation import Link
 

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from mpidl.cli import launch
 from mpidl.comm import failure
 from mpidl.errors import Fault, UserError
+from mpidl.jobs import command as launch
 from mpidl.jobs.job_words import JobCommand
 
 # Each start of this script writes its options to a file and ends with the next exit code in the
