@@ -21,7 +21,6 @@ def commands() -> dict[str, str]:
         "verify": "Check that every number of ranks gives the same weights",
         "info": "Show hardware and libraries, or the layers of a network",
         "pack": "Write a dataset into one HDF5 file",
-        "sweep": "Train many models on groups of ranks",
         **{wing.command: wing.summary for wing in WINGS.values()},
         "completion": "Print a script that completes commands in a shell",
     }

@@ -71,6 +71,7 @@ from mpidl.ops.reductions import *
 from mpidl.ops.transposed import *
 from mpidl.report.history import History as History
 from mpidl.report.history import history as history
+from mpidl.sweeps.sweep import sweep as sweep
 from mpidl.training.files.model_file import load_model as load_model
 from mpidl.training.files.model_file import save_model as save_model
 from mpidl.training.files.model_file import weights_sha256 as weights_sha256
@@ -82,7 +83,6 @@ from mpidl.training.optimizers import Adam as Adam
 from mpidl.training.optimizers import AdamW as AdamW
 from mpidl.training.optimizers import RMSProp as RMSProp
 from mpidl.training.options.training_options import TrainingOptions as TrainingOptions
-from mpidl.training.sweep import sweep as sweep
 from mpidl.training.tracking_hooks import MLflowHook as MLflowHook
 from mpidl.training.tracking_hooks import TensorBoardHook as TensorBoardHook
 from mpidl.training.tracking_hooks import WandbHook as WandbHook

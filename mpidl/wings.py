@@ -23,6 +23,10 @@ WINGS = {  # {folder in mpidl/, with dots: wing}
         "weights and networks as safetensors and ONNX",
         *("convert", "Convert networks between file formats"),
     ),
+    "sweeps": Wing(
+        "many models at once, on groups of ranks",
+        *("sweep", "Train many models on groups of ranks"),
+    ),
     "jobs": Wing(
         "ranks started from a notebook, and jobs that start again after they have died",
         *("launch", "Start a training again if it dies"),

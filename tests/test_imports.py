@@ -24,7 +24,7 @@ EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
 PERFORMANCE = TRAINING | {"training"}
-CLI = INTERCHANGE | {"interchange", "performance"}
+CLI = INTERCHANGE | {"interchange", "performance", "sweeps"}
 MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "core": set(),
     "tape": {"core"},
@@ -41,6 +41,7 @@ MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "training": TRAINING,
     "interchange": INTERCHANGE,
     "performance": PERFORMANCE,
+    "sweeps": TRAINING | {"training"},
     "cli": CLI,
 }
 COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __init__.py

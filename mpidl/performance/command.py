@@ -17,12 +17,12 @@ from typing import Any
 from mpidl.cli import arguments, start
 from mpidl.cli.parser import DESCRIBE, Parser, count, rank_counts, typed_command
 from mpidl.comm import failure, thread_budget
+from mpidl.comm.simulation import Link
 from mpidl.comm.thread_budget import available_cores
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, UserError
 from mpidl.launcher import launcher
 from mpidl.performance import command_probe, figures, prediction, report, results, study
-from mpidl.performance.simulation import Link
 from mpidl.report.progress.rows import clock
 from mpidl.text import printable
 from mpidl.training.options import configuration

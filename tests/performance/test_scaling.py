@@ -4,10 +4,10 @@ import pytest
 
 import mpidl as dl
 from mpidl.comm import failure, thread_budget
+from mpidl.comm.simulation import Link
 from mpidl.errors import Fault
 from mpidl.performance import command as scaling
 from mpidl.performance import prediction, study
-from mpidl.performance.simulation import Link
 
 
 def test_other_arguments_are_those_of_train():

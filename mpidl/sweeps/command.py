@@ -13,13 +13,11 @@ from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, FolderInUse, LostLock, UserError
 from mpidl.files import on_rank_0, reason
 from mpidl.report import stop_file
-from mpidl.report import sweep_table as report
 from mpidl.report.progress.rows import clock
-from mpidl.text import printable
-from mpidl.training import sweep as dispatch
-from mpidl.training.files import checkpoint, trial_folder
-from mpidl.training.files.run_lock import RunLock
-from mpidl.training.files.trial_folder import (
+from mpidl.sweeps import sweep as dispatch
+from mpidl.sweeps import sweep_file, trial_folder
+from mpidl.sweeps import sweep_table as report
+from mpidl.sweeps.trial_folder import (
     COMPLETE,
     FAILED,
     RUNNING,
@@ -27,7 +25,10 @@ from mpidl.training.files.trial_folder import (
     WAITING,
     TrialFolder,
 )
-from mpidl.training.options import sweep_file, training_options
+from mpidl.text import printable
+from mpidl.training.files import checkpoint
+from mpidl.training.files.run_lock import RunLock
+from mpidl.training.options import training_options
 
 EXIT_CODES = """\
 exit codes: 0 success; 1 a trial failed, or an error; 2 invalid options or file; 75 trials were
