@@ -23,7 +23,7 @@ try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as end:
     assert not end.code
-print("loaded:", *sorted({"numpy", "mpidl", "mpi4py", "rich"} & set(sys.modules)))
+print("loaded:", *sorted({"numpy", "mpi4py", "rich"} & set(sys.modules)))
 """
 
 

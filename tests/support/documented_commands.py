@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def parser_of(command):
     """Return the function that parses a command's arguments, from its module or `arguments`."""
-    module = importlib.import_module(f"mpidl.cli.{command}")
+    module = importlib.import_module(mpidl_command.load(command).__module__)
     return getattr(module, "parse", None) or getattr(arguments, command)
 
 
