@@ -3,12 +3,15 @@
 For each module, Python asks a folder for its status, for one or more files that the module may be
 in, and opens the bytecode. If thousands of ranks start at the same time, these calls slow a
 parallel file system. In a command, the folders of installed packages are listed once instead. They
-do not change while the command runs. In other programs, this module changes nothing.
+do not change while the command runs. Other folders are listed at most once per second. In other
+programs, this module changes nothing.
 """
 
 import functools
+import math
 import os
 import sys
+import time
 from importlib.machinery import (
     BYTECODE_SUFFIXES,
     EXTENSION_SUFFIXES,
@@ -22,20 +25,24 @@ from importlib.machinery import (
 from importlib.util import spec_from_file_location
 from types import ModuleType
 
+LOOK_SECONDS = 1.0  # shortest time between two lists of a folder that may change
+
 
 def begin() -> None:
-    """Find the modules of installed packages by lists of their folders, from now on."""
-    sys.path_hooks.insert(0, ListedFolder)
+    """Find modules by lists of their folders, from now on."""
+    sys.path_hooks[:0] = [ListedFolder, UserFolder]
     sys.path_importer_cache.clear()
 
 
-@functools.cache
-def _names_in(folder: str) -> frozenset[str]:
+def _list(folder: str) -> frozenset[str]:
     """Return the names in a folder, or none if the folder cannot be listed."""
     try:
         return frozenset(os.listdir(folder))
     except OSError:
         return frozenset()
+
+
+_names_in = functools.cache(_list)  # of a folder that does not change
 
 
 @functools.cache
@@ -89,3 +96,30 @@ class ListedFolder(FileFinder):
                 file = folder + suffix
                 return spec_from_file_location(fullname, file, loader=loader_class(fullname, file))
         return None
+
+
+class UserFolder(FileFinder):
+    """Finds modules in a folder that may change; looks for changes at most once per second."""
+
+    names: frozenset[str]  # in the folder
+    seconds: float  # time of the list
+
+    def __init__(self, path: str) -> None:
+        if not os.path.isdir(path):
+            raise ImportError(f"not a folder: {path}", path=path)
+        super().__init__(path, *((loader, [suffix]) for loader, suffix in LOADERS))
+        self.invalidate_caches()
+
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Find a module as Python does, if the list of the folder has its name."""
+        if time.monotonic() - self.seconds > LOOK_SECONDS:
+            self.names, self.seconds = _list(self.path), time.monotonic()
+        name = fullname.rpartition(".")[2]
+        if self.names.isdisjoint({name, *(name + suffix for _, suffix in LOADERS)}):
+            return None
+        return super().find_spec(fullname, target)
+
+    def invalidate_caches(self) -> None:
+        """List the folder before the next import."""
+        super().invalidate_caches()
+        self.names, self.seconds = frozenset(), -math.inf

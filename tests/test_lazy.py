@@ -71,6 +71,13 @@ def test_an_op_that_is_named_like_its_module():
     assert run(program) == "True mpidl.training.train\n"
 
 
+def test_a_model_file_finds_the_classes_of_its_layers(tmp_path):
+    net = dl.Network([dl.Conv2D(3, 2), dl.BatchNorm(), dl.Dropout(), dl.Dense(2)], (1, 5, 5))
+    dl.save_model(tmp_path / "model.h5", net)
+    program = f"import mpidl as dl; print(len(dl.load_model({str(tmp_path / 'model.h5')!r})[0]."
+    assert run(program + "layers))") == "4\n"
+
+
 def test_a_package_can_be_pickled():
     assert pickle.loads(pickle.dumps(dl.nn)) is dl.nn
 

@@ -142,6 +142,7 @@ def flags():
     for path in (ROOT / "run").iterdir():
         names |= set(re.findall(r"--[a-z][\w-]+", path.read_text()))
     sources = [*(ROOT / "mpidl" / "cli").rglob("*.py"), ROOT / "kernels" / "build.py"]
+    sources += (ROOT / "mpidl").rglob("command*.py")  # of wings
     sources += [*(ROOT / "benchmarks").rglob("*.py"), ROOT / "tests" / "backends" / "conftest.py"]
     sources.append(ROOT / "tests" / "soak" / "__main__.py")
     for path in sources:
