@@ -93,12 +93,12 @@ def imports_of(module, text, modules):
             up = module.split(".")[: len(module.split(".")) - node.level + is_package]
             base = ".".join([*up, base] if base else up)
         targets = [f"{base}.{alias.name}" for alias in node.names]
-        found = [target if target in modules else base for target in targets]
-        if base in found and base != "mpidl" and f"{base}.__init__" in modules:
+        sources = [target if target in modules else base for target in targets]
+        if base in sources and base != "mpidl" and f"{base}.__init__" in modules:
             imported = {"*", *(alias.name for alias in node.names)}
             for line, _ in import_nodes(modules[f"{base}.__init__"]):
-                found += [line.module for alias in line.names if alias.name in imported]
-        return found
+                sources += [line.module for alias in line.names if alias.name in imported]
+        return sources
 
     return [(name, node.lineno, time) for node, time in import_nodes(text) for name in names(node)]
 
@@ -234,8 +234,8 @@ def test_an_import_of_a_wing_by_another_room_is_found():
     late = "def f():\n    import mpidl.performance.command\n"
     lines = violations(read_package() | {"mpidl.cli.bad": early, "mpidl.cli.good": late})
     expected = [f"imports mpidl.{wing}.command: a wing, only inside a function" for wing in WINGS]
-    found = [line.partition(" ")[2] for line in lines if ": a wing, only inside" in line]
-    assert found == expected and not any("mpidl.cli.good" in line for line in lines)
+    imports = [line.partition(" ")[2] for line in lines if ": a wing, only inside" in line]
+    assert imports == expected and not any("mpidl.cli.good" in line for line in lines)
 
 
 def test_imports_for_typing_and_inside_functions_are_allowed():

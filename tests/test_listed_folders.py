@@ -32,7 +32,7 @@ def folder(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def paths(monkeypatch):
     """The paths whose status or list the imports ask for, from now on."""
     paths = []
 
@@ -58,22 +58,22 @@ def write_package(folder):
     (folder / "mpidl_module.py").write_text("VALUE = 7\n")
 
 
-def test_imports_ask_once_for_a_list_and_for_the_status_of_a_file(folder, asked):
+def test_imports_ask_once_for_a_list_and_for_the_status_of_a_file(folder, paths):
     write_package(folder)
     listed_folders.begin()
     assert importlib.import_module("mpidl_package").inner.last.VALUE == 9
     assert importlib.import_module("mpidl_module").VALUE == 7
-    below = [path for path in asked if path.startswith(str(folder))]
+    below = [path for path in paths if path.startswith(str(folder))]
     assert [path for path in below if not os.path.exists(path)] == []
     assert len(below) == len(set(below)) == 7  # three folders and four files
 
 
-def test_usual_imports_ask_more_often(folder, asked):
+def test_usual_imports_ask_more_often(folder, paths):
     """Negative control of the test above."""
     write_package(folder)
     assert importlib.import_module("mpidl_package").inner.last.VALUE == 9
     assert importlib.import_module("mpidl_module").VALUE == 7
-    assert len([path for path in asked if path.startswith(str(folder))]) > 20
+    assert len([path for path in paths if path.startswith(str(folder))]) > 20
 
 
 def test_modules_of_all_kinds(folder):
