@@ -1,30 +1,29 @@
-"""The command `mpidl`, which runs `mpidl train` as `python -m mpidl.train` and so on.
+"""The command `mpidl`, which runs `mpidl train` as `python -m mpidl.train` and so on."""
 
-This module is outside of the package, because importing the package loads NumPy and all layers,
-which a list of the commands does not need.
-"""
-
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-COMMANDS = {
-    "train": "Train a network",
-    "predict": "Classify images",
-    "verify": "Check that every number of ranks gives the same weights",
-    "info": "Show hardware and libraries, or the layers of a network",
-    "pack": "Write a dataset into one HDF5 file",
-    "convert": "Convert networks between file formats",
-    "sweep": "Train many models on groups of ranks",
-    "launch": "Start a training again if it dies",
-    "scaling": "Measure and predict the speed on many numbers of ranks",
-    "monitor": "Show runs in a browser, and stop them",
-    "report": "Show the results of runs, or write a page about them",
-    "completion": "Print a script that completes commands in a shell",
-}
-command = ""  # the command that runs, for `mpidl.quick_imports`
+command = ""  # the command that runs, for `mpidl.startup`
+
+
+@functools.cache
+def commands() -> dict[str, str]:
+    """Return {command: what it does} of all commands, with those of the wings."""
+    from mpidl.wings import WINGS  # `command` must be known before the package is imported
+
+    return {
+        "train": "Train a network",
+        "predict": "Classify images",
+        "verify": "Check that every number of ranks gives the same weights",
+        "info": "Show hardware and libraries, or the layers of a network",
+        "pack": "Write a dataset into one HDF5 file",
+        **{wing.command: wing.summary for wing in WINGS.values()},
+        "completion": "Print a script that completes commands in a shell",
+    }
 
 
 def main() -> None:
@@ -34,26 +33,35 @@ def main() -> None:
     name, *words = sys.argv[1:] or [""]
     if name == "help" and words:
         name, words = words[0], ["--help"]
+    command = name
     if name in ("", "help", "-h", "--help"):
         print(overview())
     elif name == "--version":
         print(f"mpidl {version()}")
-    elif name in COMMANDS:
-        command, sys.argv[1:] = name, words
-        _run(load(name))
+    elif name in commands():
+        sys.argv[1:] = words
+        run(name)
     else:
         _run(lambda: _refuse(name))
 
 
+def run(name: str) -> None:
+    """Run a command with the arguments in sys.argv, and end the process with its exit code."""
+    _run(lambda: load(name)())
+
+
 def load(name: str) -> Callable[..., int]:
     """Return the `main` of a command."""
-    return importlib.import_module(f"mpidl.cli.{name}").main
+    from mpidl.wings import WINGS
+
+    modules = {wing.command: f"mpidl.{folder}.command" for folder, wing in WINGS.items()}
+    return importlib.import_module(modules.get(name, f"mpidl.cli.{name}")).main
 
 
 def overview() -> str:
     """Return the text that `mpidl` without arguments prints."""
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+    width = max(map(len, commands()))
+    rows = "\n".join(f"  {name:{width}}  {text}" for name, text in commands().items())
     return (
         f"mpidl {version()}: train convolutional networks on MPI ranks\n\n"
         "usage: mpidl COMMAND [OPTION VALUE] ...\n"
@@ -88,7 +96,7 @@ def _refuse(name: str) -> NoReturn:
     from mpidl.text import did_you_mean
 
     kind = "option" if name.startswith("-") else "command"
-    candidates = ("--help", "--version") if kind == "option" else COMMANDS
+    candidates = ("--help", "--version") if kind == "option" else commands()
     hint = did_you_mean(name, candidates) or " (mpidl lists the commands)"
     raise UserError(f"unknown {kind} {name}{hint}")
 

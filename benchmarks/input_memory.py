@@ -24,7 +24,7 @@ from mpidl.core import keyed
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats import packing
 from mpidl.errors import Fault
-from mpidl.jobs.launcher import environment, launcher
+from mpidl.launcher import environment, launcher
 from mpidl.ranks import failure
 from mpidl.training.options import configuration
 

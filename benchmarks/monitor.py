@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks import machine, report, turns
 from mpidl.errors import Fault
-from mpidl.jobs.launcher import environment, launcher
+from mpidl.launcher import environment, launcher
 from mpidl.training.options import configuration
 
 SIDES = ("with the page", "without")

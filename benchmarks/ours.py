@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks import machine, prediction, subject, turns
 from benchmarks.mpidl_step import TrainStep
 from mpidl.data import ArrayDatastore
-from mpidl.jobs.launcher import environment, launcher
+from mpidl.launcher import environment, launcher
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
 from mpidl.training.options import configuration

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import report, turns
 from mpidl import data
 from mpidl.errors import Fault
-from mpidl.jobs.launcher import environment
+from mpidl.launcher import environment
 from mpidl.nn import zoo
 from mpidl.ranks.world import World
 from mpidl.report import Metrics

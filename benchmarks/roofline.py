@@ -19,7 +19,7 @@ from mpidl.nn import BatchNorm, Conv2D, Dense, MaxPool2D, Network
 from mpidl.nn.fusion import find_runs
 from mpidl.ranks.world import World
 from mpidl.report import svg_charts
-from mpidl.report.page.elements import element, page, table
+from mpidl.report.elements import element, page, table
 from mpidl.report.page.run_page import STYLE
 from mpidl.training.options import configuration
 

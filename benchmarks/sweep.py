@@ -18,7 +18,7 @@ import tomli_w
 
 from benchmarks import machine, report, turns
 from mpidl.errors import Fault
-from mpidl.jobs.launcher import environment, launcher
+from mpidl.launcher import environment, launcher
 from mpidl.training.options import configuration
 
 SIDES = ("groups of 1", "one after another", "one group")

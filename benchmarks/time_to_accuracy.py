@@ -20,7 +20,7 @@ from benchmarks import machine, report, subject, torch_step, turns
 from mpidl import data
 from mpidl.errors import Fault
 from mpidl.evaluation import evaluate
-from mpidl.jobs.launcher import environment
+from mpidl.launcher import environment
 from mpidl.nn import zoo
 from mpidl.ranks import failure
 from mpidl.ranks.world import World

@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from mpidl.jobs.launcher import environment
+from mpidl.launcher import environment
 
 PATIENCE = 900.0  # seconds for an answer; compiling, and steps of large networks, take minutes
 

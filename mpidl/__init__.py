@@ -3,18 +3,21 @@
 The same seed, data and options give the same weights, byte for byte, on any number of ranks.
 """
 
-# These imports must come first: they make the imports below quicker, and a signal may arrive then.
-from mpidl import quick_imports
-
-quick_imports.begin()
-
+# A signal may arrive during the imports below.
 from mpidl import startup
 
 startup.begin()
 
+if startup.command() is not None:
+    from mpidl import listed_folders
+
+    listed_folders.begin()
+
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import NoReturn
+
+from mpidl import lazy, wings
 
 # Limit BLAS to one thread before NumPy loads. A BLAS may split a matrix product among threads,
 # and the order of additions then depends on the number of threads.
@@ -25,108 +28,17 @@ if "numpy" in sys.modules:
 
     threadpoolctl.threadpool_limits(1, user_api="blas")
 
-from mpidl import data as data
-from mpidl import nn as nn
-from mpidl import ops as ops
-from mpidl.backends import configure as configure
-from mpidl.core import keyed as keyed
-from mpidl.core.blocks import Batch as Batch
-from mpidl.core.blocks import Blocked as Blocked
-from mpidl.core.blocks import OneRank as OneRank
-from mpidl.core.blocks import from_images as from_images
-from mpidl.core.blocks import share as share
-from mpidl.core.fold import Partial as Partial
-from mpidl.core.grad import value_and_grad as value_and_grad
-from mpidl.core.op import op as op
-from mpidl.core.tape import Var as Var
-from mpidl.data import ArrayDatastore as ArrayDatastore
-from mpidl.data import Augmenter as Augmenter
-from mpidl.data import ImageFolder as ImageFolder
-from mpidl.data import MinibatchQueue as MinibatchQueue
-from mpidl.data import Preprocess as Preprocess
-from mpidl.errors import Fault as Fault
-from mpidl.errors import RankError as RankError
-from mpidl.errors import UserError as UserError
-from mpidl.evaluation.class_metrics import ClassMetrics as ClassMetrics
-from mpidl.evaluation.confusion import Confusion as Confusion
-from mpidl.evaluation.confusion import confusion_matrix as confusion_matrix
-from mpidl.evaluation.evaluate import Evaluation as Evaluation
-from mpidl.evaluation.evaluate import RegressionErrors as RegressionErrors
-from mpidl.evaluation.evaluate import evaluate as evaluate
-from mpidl.evaluation.evaluate import regression_errors as regression_errors
-from mpidl.evaluation.predict import activations as activations
-from mpidl.evaluation.predict import classify as classify
-from mpidl.evaluation.predict import predict as predict
-from mpidl.interchange.onnx_export import save_onnx as save_onnx
-from mpidl.interchange.onnx_import import load_onnx as load_onnx
-from mpidl.interchange.weights import load_weights as load_weights
-from mpidl.interchange.weights import save_weights as save_weights
-from mpidl.jobs.launch import launch as launch
-from mpidl.losses import BinaryCrossEntropy as BinaryCrossEntropy
-from mpidl.losses import CrossEntropy as CrossEntropy
-from mpidl.losses import Dice as Dice
-from mpidl.nn import Network as Network
-from mpidl.nn import analyze as analyze
-from mpidl.nn.layers.activation import *
-from mpidl.nn.layers.base import Built as Built
-from mpidl.nn.layers.base import Layer as Layer
-from mpidl.nn.layers.convolution import *
-from mpidl.nn.layers.dense import *
-from mpidl.nn.layers.dropout import *
-from mpidl.nn.layers.joins import *
-from mpidl.nn.layers.normalization import *
-from mpidl.nn.layers.pooling import *
-from mpidl.nn.layers.shape import *
-from mpidl.nn.transfer import transfer as transfer
-from mpidl.ops.activation import *
-from mpidl.ops.arithmetic import *
-from mpidl.ops.batchnorm import *
-from mpidl.ops.binary_loss import *
-from mpidl.ops.concat import *
-from mpidl.ops.conv import *
-from mpidl.ops.dense import *
-from mpidl.ops.dice import *
-from mpidl.ops.dropout import *
-from mpidl.ops.loss import *
-from mpidl.ops.lrn import *
-from mpidl.ops.pad import *
-from mpidl.ops.pool import *
-from mpidl.ops.probabilities import *
-from mpidl.ops.reductions import *
-from mpidl.ops.transposed import *
-from mpidl.ops.vjp_check import check_vjp as check_vjp
-from mpidl.ranks.world import World as World
-from mpidl.report.history import History as History
-from mpidl.report.history import history as history
-from mpidl.training.files.model_file import load_model as load_model
-from mpidl.training.files.model_file import save_model as save_model
-from mpidl.training.files.model_file import weights_sha256 as weights_sha256
-from mpidl.training.loop_run import report_to as report_to
-from mpidl.training.optimizers import LAMB as LAMB
-from mpidl.training.optimizers import LARS as LARS
-from mpidl.training.optimizers import SGDM as SGDM
-from mpidl.training.optimizers import Adam as Adam
-from mpidl.training.optimizers import AdamW as AdamW
-from mpidl.training.optimizers import RMSProp as RMSProp
-from mpidl.training.options.training_options import TrainingOptions as TrainingOptions
-from mpidl.training.sweep import sweep as sweep
-from mpidl.training.tracking_hooks import MLflowHook as MLflowHook
-from mpidl.training.tracking_hooks import TensorBoardHook as TensorBoardHook
-from mpidl.training.tracking_hooks import WandbHook as WandbHook
-from mpidl.training.train import train as train
-from mpidl.training.whitening import whiten as whiten
 
-if not TYPE_CHECKING:  # type checkers must report unknown names
-    from mpidl import matlab_names
+class _FrontDoor(lazy.LazyPackage):
+    """The package mpidl, which suggests its names for those of MATLAB and PyTorch."""
 
-    __getattr__ = matlab_names.missing_name
+    def missing(self, name: str) -> NoReturn:
+        from mpidl import matlab_names
+
+        matlab_names.missing_name(name)
 
 
-def __dir__() -> list[str]:
-    """Return the public names, for completion in editors and notebooks."""
-    internal = {"TYPE_CHECKING", "_name"}
-    internal |= {name for name, value in globals().items() if isinstance(value, type(sys))}
-    return sorted(globals().keys() - internal | {"data", "keyed", "nn", "ops"})
-
+sys.modules[__name__].__class__ = _FrontDoor
+sys.meta_path.append(wings.WingFinder)
 
 __version__ = "0.1.0"

@@ -1,7 +1,6 @@
 """Convert a network between file formats: `python -m mpidl.convert SRC DST` (see --help)."""
 
-from mpidl.cli.convert import main
-from mpidl.ranks import failure
+from mpidl_command import run
 
 if __name__ == "__main__":
-    failure.run(main)
+    run("convert")

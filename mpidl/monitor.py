@@ -1,7 +1,6 @@
 """Show runs live in a browser: `python -m mpidl.monitor RUN [RUN ...]` (see --help)."""
 
-from mpidl.cli.monitor import main
-from mpidl.ranks import failure
+from mpidl_command import run
 
 if __name__ == "__main__":
-    failure.run(main)
+    run("monitor")

@@ -9,8 +9,7 @@ In other programs, this module changes nothing.
 
 import os
 import signal
-
-from mpidl.quick_imports import command
+import sys
 
 # The commands that use `failure.Signals`.
 STOPPABLE = ("train", "sweep", "scaling", "pack", "launch")
@@ -18,7 +17,30 @@ NUMBERS = (signal.SIGUSR1, signal.SIGTERM)
 
 # The user's value of OMP_NUM_THREADS, which the package replaces when it is imported.
 omp_num_threads = os.environ.get("OMP_NUM_THREADS", "")
+# Environment variables of all processes of a job under mpidl.launch.
+JOB_TOKEN = "MPIDL_JOB_TOKEN"  # the same value if the job starts again
+JOB_START = "MPIDL_JOB_START"  # how many times the job was started
+
 early_signal: str | None = None  # name of the last signal that `note` received
+
+
+def command() -> str | None:
+    """Return the name of the mpidl command that this process runs, or None in another program.
+
+    ``python -m mpidl.train`` imports the package before the module. At that time, sys.argv[0] is
+    still "-m".
+    """
+    program = sys.modules.get("mpidl_command")
+    if program is not None and program.command:
+        return program.command
+    if sys.argv[:1] != ["-m"]:
+        return None
+    package, _, name = sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")
+    if package != "mpidl":
+        return None
+    if "." in name:  # a side process of a command
+        return None
+    return name or next(iter(sys.argv[1:]), None)  # "python -m mpidl train"
 
 
 def begin() -> None:

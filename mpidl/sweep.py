@@ -1,7 +1,6 @@
 """Train many models at once: `mpirun -n 8 python -m mpidl.sweep FILE.toml` (see --help)."""
 
-from mpidl.cli.sweep import main
-from mpidl.ranks import failure
+from mpidl_command import run
 
 if __name__ == "__main__":
-    failure.run(main)
+    run("sweep")

@@ -1,6 +1,5 @@
 """Format paths, names and tables for messages."""
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,6 +122,8 @@ def did_you_mean(
     matches = [candidate for candidate in candidates if _plain(candidate) in accepted]
     matches = matches or [c for c in candidates if name and c.startswith(name)]
     by_plain_name = {_plain(candidate): candidate for candidate in candidates}
+    import difflib  # only for an error message
+
     close = difflib.get_close_matches(plain, by_plain_name, n=1, cutoff=0.6)
     matches = matches or [by_plain_name[match] for match in close]
     return f": did you mean {printable(matches[0])}?" if matches else ""

@@ -107,6 +107,7 @@ PARTS = {
     "faults": marked("every fault planted in the CUDA kernels", "faults", spread="worksteal"),
     "site": marked("the notebooks, the tutorial's commands, and the site", "site"),
     "notebooks": marked("trainings in a real notebook kernel", "notebooks"),
+    "wings": marked("the package and its tests without each wing", "wings"),
     "package": marked("trainings with the installed wheel", "package"),
     "compilers": marked("compilation by gcc and clang without warnings", "compilers"),
     "aarch64": marked("the kernels for AArch64, under qemu", "aarch64"),

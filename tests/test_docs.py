@@ -18,7 +18,8 @@ from image_sets import grow
 
 import mpidl as dl
 from mpidl.data.storage import settings
-from mpidl.training.options import configuration, sweep_file
+from mpidl.sweeps import sweep_file
+from mpidl.training.options import configuration
 
 ROOT = documented_commands.ROOT
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]

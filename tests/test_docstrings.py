@@ -87,7 +87,7 @@ def test_every_public_name_stands_on_one_page():
     text = "\n".join(api_pages.pages().values())
     paths = re.findall(r"^\.\. auto(?:class|function):: (\S+)$", text, re.M)
     assert len(paths) == len(set(paths))
-    public = {name for name in vars(dl) if not name.startswith("_")}
+    public = {name for name in dir(dl) if not name.startswith("_")}
     objects = {name for name in public if inspect.isfunction(getattr(dl, name))}
     objects |= {name for name in public if isinstance(getattr(dl, name), type)}
     assert {f"mpidl.{name}" for name in objects} <= set(paths)

@@ -5,6 +5,8 @@ import collections
 import house
 import suite
 
+from mpidl.wings import WINGS
+
 SOURCE = '''"""A docstring,
 of two lines."""
 
@@ -58,6 +60,7 @@ CROSS_CUTTING = {
     "backends/gpu/test_cupy_on_host.py": "the stand-in for CuPy on host memory",
     "core/test_promise.py": "equal bytes on simulated ranks, by the core alone",
     "interchange/test_fuzz_weights.py": "damaged weight files",
+    "interchange/test_pretrained.py": "--weights, from the command line to the network",
     "evaluation/test_queue_function.py": "functions of queues, from a custom loop to evaluation",
     "nn/test_gelu.py": "GELU, from its layer to trainings",
     "nn/test_layer_arguments.py": "arguments of layers in other libraries",
@@ -91,6 +94,8 @@ def belongs(path):
     """Return whether a test is named after a module of the package or after its own folder."""
     folder = house.ROOT / "mpidl" / path.parent
     name = path.stem.removeprefix("test_").removesuffix("_command")
+    wing = WINGS.get(".".join(path.parent.parts))
+    name = "command" if wing and wing.command == name else name
     names = {name, *(name.removeprefix(prefix) for prefix in ("cpu_", "gpu_", "reference_"))}
     modules = {module.stem for module in folder.glob("*.py")}
     return bool(names & (modules | {part.name for part in folder.glob("*/")} | {folder.name}))

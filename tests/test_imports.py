@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from mpidl.wings import WINGS
+
 PACKAGE = Path(__file__).resolve().parents[1] / "mpidl"
 
 # The packages and top-level modules that each package or module may import. The modules TAPE of
 # core are called "tape" here, because the backends, comm and data may not import them.
 TAPE = ("mpidl.core.tape", "mpidl.core.op", "mpidl.core.grad")
-BASE = {"startup", "errors", "text", "files", "matlab_names", "quick_imports", "side_process"}
-BASE |= {"attribute_changes", "options", "phases"}
+BASE = {"startup", "errors", "text", "files", "matlab_names", "listed_folders", "side_process"}
+BASE |= {"attribute_changes", "launcher", "lazy", "options", "phases", "wings"}
 BACKENDS = BASE | {"core", "kernels"}
 OPS = BASE | {"core", "tape", "backends"}
 NN = OPS | {"ops"}
@@ -22,7 +24,7 @@ EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
 PERFORMANCE = TRAINING | {"training"}
-CLI = INTERCHANGE | {"interchange", "performance"}
+CLI = INTERCHANGE | {"interchange", "performance", "sweeps"}
 MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "core": set(),
     "tape": {"core"},
@@ -35,12 +37,13 @@ MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "ranks": BACKENDS | {"backends", "comm"},
     "jobs": BACKENDS | {"backends", "comm", "ranks", "report"},  # dl.launch shows a run's progress
     "data": BACKENDS | {"backends"},
-    "report": {"errors", "text", "files", "phases", "core", "side_process"},
+    "report": {"errors", "text", "files", "phases", "core", "side_process", "lazy"},
     "losses": LOSSES,
     "evaluation": EVALUATION,
     "training": TRAINING,
     "interchange": INTERCHANGE,
     "performance": PERFORMANCE,
+    "sweeps": TRAINING | {"training"},
     "cli": CLI,
 }
 COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __init__.py
@@ -63,11 +66,17 @@ EARLY, LATE, TYPING = "when imported", "when called", "for a type checker"
 
 
 def read_package():
-    """Return {dotted name: source} of the modules of the package."""
+    """Return {dotted name: source} of the modules of the package.
+
+    The stub of a lazy package is the module "__init__" in it.
+    """
     texts = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py*")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        texts[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+        if path.suffix == ".py" and parts[-1] == "__init__":
+            parts = parts[:-1]
+        if path.suffix in (".py", ".pyi"):
+            texts[".".join(parts)] = path.read_text()
     return texts
 
 
@@ -75,6 +84,7 @@ def imports_of(module, text, modules):
     """Return (imported module, line, time of the import) for each import in the text.
 
     `from mpidl.core import fold` imports mpidl.core.fold; `from mpidl import World` imports mpidl.
+    `from mpidl.comm import World` imports mpidl.comm and mpidl.comm.world, which its stub names.
     """
     is_package = any(name.startswith(module + ".") for name in modules)
 
@@ -86,7 +96,12 @@ def imports_of(module, text, modules):
             up = module.split(".")[: len(module.split(".")) - node.level + is_package]
             base = ".".join([*up, base] if base else up)
         targets = [f"{base}.{alias.name}" for alias in node.names]
-        return [target if target in modules else base for target in targets]
+        sources = [target if target in modules else base for target in targets]
+        if base in sources and base != "mpidl" and f"{base}.__init__" in modules:
+            imported = {"*", *(alias.name for alias in node.names)}
+            for line, _ in import_nodes(modules[f"{base}.__init__"]):
+                sources += [line.module for alias in line.names if alias.name in imported]
+        return sources
 
     return [(name, node.lineno, time) for node, time in import_nodes(text) for name in names(node)]
 
@@ -116,12 +131,20 @@ def group(module):
     return "tape" if module in TAPE else (module.split(".") + [""])[1]
 
 
+def wing_of(module):
+    """Return the wing that a module belongs to, or None."""
+    parts = module.split(".")[1:]
+    wings = (".".join(parts[:depth]) for depth in (1, 2))
+    return next((wing for wing in wings if wing in WINGS), None)
+
+
 def violations(texts):
     """Return a line for each import that breaks a rule. `texts` is {dotted module name: source}."""
     errors, graph = [], {}
     for module, text in texts.items():
         package = group(module)
-        is_command = module.endswith(".__main__")  # python -m mpidl.report
+        # such as mpidl.report.__main__, which is python -m mpidl.report
+        is_command = module.endswith((".__main__", ".command", ".command_probe"))
         allowed = (COMMANDS if is_command else MAY_IMPORT.get(package, COMMANDS)) | {package}
         for name, line, time in imports_of(module, text, texts):
             position, top = f"{module}:{line} imports {name}", name.split(".")[0]
@@ -135,6 +158,9 @@ def violations(texts):
                     graph.setdefault(module, set()).add(name)
             if top in ONLY_IN and time != TYPING and not module.startswith(ONLY_IN[top]):
                 errors.append(f"{position}: only {' and '.join(ONLY_IN[top])} may")
+            if time == EARLY and wing_of(name) not in (None, wing_of(module)):
+                if module != "mpidl.__init__":  # a stub, whose names are imported when used
+                    errors.append(f"{position}: a wing, only inside a function")
             is_late = top in ONLY_LATE or name in LATE_MODULES
             if is_late and time == EARLY and module not in LATE_MODULES:
                 errors.append(f"{position}: only inside a function")
@@ -190,6 +216,9 @@ BROKEN = {
     "imports mpidl.report.live.server: only inside": {
         "mpidl.cli.bad": "from mpidl.report.live import server\n"
     },
+    "mpidl.comm.transport -> mpidl.comm.world": {  # through the name of a lazy package
+        "mpidl.comm.transport": "from mpidl.comm import World\n"
+    },
     "cycle: mpidl.nn.a -> mpidl.nn.b -> mpidl.nn.a": {
         "mpidl.nn.a": "import mpidl.nn.b\n",
         "mpidl.nn.b": "from mpidl.nn.a import x\n",
@@ -206,6 +235,16 @@ def test_a_broken_rule_is_found(expected):
     """Negative control: a module that breaks a rule is found among the real modules."""
     lines = violations(read_package() | BROKEN[expected])
     assert any(expected in line for line in lines), lines
+
+
+def test_an_import_of_a_wing_by_another_room_is_found():
+    """Negative control: the core rooms import wings only inside functions."""
+    early = "".join(f"import mpidl.{wing}.command\n" for wing in WINGS)
+    late = "def f():\n    import mpidl.performance.command\n"
+    lines = violations(read_package() | {"mpidl.cli.bad": early, "mpidl.cli.good": late})
+    expected = [f"imports mpidl.{wing}.command: a wing, only inside a function" for wing in WINGS]
+    imports = [line.partition(" ")[2] for line in lines if ": a wing, only inside" in line]
+    assert imports == expected and not any("mpidl.cli.good" in line for line in lines)
 
 
 def test_imports_for_typing_and_inside_functions_are_allowed():

@@ -1,11 +1,41 @@
-"""Test signals that arrive during the start of a command."""
+"""Test how a command is recognized, and signals that arrive during its start."""
 
 import signal
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from mpidl import startup
 from mpidl.ranks.failure import Signals
+
+TRAIN = ["--epochs", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "argv", "expected"),
+    [
+        (["python", "-m", "mpidl.train", *TRAIN], ["-m", *TRAIN], "train"),
+        (["python", "-I", "-Wignore", "-mmpidl.train", *TRAIN], ["-m", *TRAIN], "train"),
+        (["python", "-m", "mpidl", "sweep", "a.toml"], ["-m", "sweep", "a.toml"], "sweep"),
+        (["python", "-m", "mpidl"], ["-m"], None),
+        (["python", "-m", "pytest", "mpidl.train"], ["-m", "mpidl.train"], None),
+        (["python", "-m", "mpidlx.train"], ["-m"], None),
+        (["python", "mine.py", "-m", "mpidl.train"], ["mine.py", "-m", "mpidl.train"], None),
+        (["python", "-c", "import mpidl", "-m"], ["-c", "-m"], None),
+        (["python"], [""], None),
+    ],
+)
+def test_the_command_of_a_process(monkeypatch, words, argv, expected):
+    """The command is recognized although sys.argv[0] is "-m" during `python -m mpidl.train`."""
+    monkeypatch.setattr(sys, "orig_argv", words)
+    monkeypatch.setattr(sys, "argv", argv)
+    assert startup.command() == expected
+
+
+def test_the_command_of_the_program_mpidl(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpidl_command", SimpleNamespace(command="train"))
+    assert startup.command() == "train"
 
 
 @pytest.fixture

@@ -71,7 +71,8 @@ def public_objects():
     """Return the public functions and classes, with the names that programs use."""
     objects = {}
     for package in PACKAGES:
-        for name, member in vars(package).items():
+        for name in dir(package):
+            member = getattr(package, name)
             if name.startswith("_"):
                 continue
             if isinstance(member, type) or inspect.isfunction(member):

@@ -23,7 +23,7 @@ from mpidl.backends.gpu.discovery import visible
 from mpidl.cli.parser import Parser, count
 from mpidl.errors import UserError
 from mpidl.files import write_whole
-from mpidl.jobs.launcher import environment
+from mpidl.launcher import environment
 from mpidl.ranks import failure, thread_budget
 from mpidl.training.options import training_options
 

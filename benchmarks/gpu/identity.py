@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.turns import last_message
 from mpidl.errors import UserError
-from mpidl.jobs.launcher import environment, launcher
+from mpidl.launcher import environment, launcher
 
 
 class Run(NamedTuple):

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 
-from mpidl.jobs.launcher import environment
+from mpidl.launcher import environment
 
 ERROR_CODE = 99  # exit code of the sanitizer if it finds an error
 

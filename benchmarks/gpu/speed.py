@@ -19,7 +19,7 @@ from benchmarks import subject, torch_step, turns
 from benchmarks.gpu import floors, tables
 from mpidl.backends.gpu.discovery import visible
 from mpidl.errors import Fault, UserError
-from mpidl.jobs.launcher import environment
+from mpidl.launcher import environment
 
 FIRST = "ours", "graphs", "fp32"  # timed first, and once more after all other variants
 # (side, variant, precision) in the order of timing: all steps are timed in a group before the next

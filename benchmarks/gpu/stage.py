@@ -23,7 +23,7 @@ from benchmarks.report import Report
 from mpidl.backends.gpu.discovery import versions, visible
 from mpidl.cli import start
 from mpidl.core.blocks import LANES
-from mpidl.jobs.launcher import environment
+from mpidl.launcher import environment
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
 from mpidl.training.options import configuration

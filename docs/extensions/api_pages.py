@@ -27,7 +27,7 @@ GROUPS = {
     "training": Group(
         "Training",
         "Train a network, and observe or change a run.",
-        ("mpidl.training",),
+        ("mpidl.training", "mpidl.sweeps"),
     ),
     "networks": Group(
         "Networks",
@@ -73,7 +73,7 @@ GROUPS = {
     "ranks": Group(
         "Ranks",
         "The ranks of a job, their sums and messages, and ranks started in a notebook.",
-        ("mpidl.comm", "mpidl.ranks"),
+        ("mpidl.comm", "mpidl.ranks", "mpidl.jobs"),
     ),
     "exchange": Group(
         "Files of other libraries",

@@ -8,18 +8,22 @@ and `gpu` in CUDA. `of_value` selects the backend for a Blocked value by the dty
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
-from mpidl.backends.cpu.backend import CPU
 from mpidl.backends.interface import Backend
-from mpidl.backends.reference.backend import REFERENCE
 from mpidl.core.blocks import Blocked
 from mpidl.core.device_array import is_device_array
+
+if TYPE_CHECKING:
+    from mpidl.backends.cpu.backend import CPU as CPU
+    from mpidl.backends.reference.backend import REFERENCE as REFERENCE
 
 WINOGRAD = ("auto", "off", "fast")
 PRECISION = ("fp32", "tf32")
@@ -33,9 +37,7 @@ def of_value(x: Blocked) -> Backend:
 def of_array(array: Any) -> Backend:
     """Return the GPU backend for an array in GPU memory, else `of_type(array.dtype)`."""
     if is_device_array(array):
-        from mpidl.backends.gpu.backend import GPU  # imported here, because CPU runs do not need it
-
-        return GPU
+        return _backend("gpu")
     return of_type(array.dtype)
 
 
@@ -45,7 +47,20 @@ def of_type(dtype: Any) -> Backend:
     Return the CPU backend for float32 if this process can run the C kernels, else the NumPy
     backend.
     """
-    return CPU if dtype == np.float32 and builds.kernels() is not None else REFERENCE
+    has_kernels = dtype == np.float32 and builds.kernels() is not None
+    return _backend("cpu" if has_kernels else "reference")
+
+
+@functools.cache
+def _backend(package: str) -> Backend:
+    """Import a backend when the first array needs it."""
+    return getattr(importlib.import_module(f"mpidl.backends.{package}.backend"), package.upper())
+
+
+def __getattr__(name: str) -> Backend:
+    if name in ("CPU", "REFERENCE"):
+        return _backend(name.lower())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
 
 
 def configure(

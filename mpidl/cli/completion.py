@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def described_commands() -> list[Command]:
     """Return all commands with their options, in the order in which `mpidl --help` lists them."""
-    return [described(name, text) for name, text in mpidl_command.COMMANDS.items()]
+    return [described(name, text) for name, text in mpidl_command.commands().items()]
 
 
 def described(name: str, summary: str) -> Command:

@@ -15,7 +15,6 @@ from mpidl.cli import arguments, device_probe, device_report, start, user_files
 from mpidl.comm import nccl
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0
-from mpidl.interchange import network_files
 from mpidl.nn import zoo
 from mpidl.nn.summary import times
 from mpidl.ranks import devices, failure
@@ -96,7 +95,7 @@ def _show_network(parsed):
 
 def _show_model(parsed):
     """Print the layers of a trained network and the images that it expects."""
-    net = network_files.load(parsed.model, user_files.user_layers(parsed.layers))
+    net = start.load_network(parsed.model, user_files.user_layers(parsed.layers))
     names = f": {name_list(net.classes)}" if net.classes else ""
     print(f"{printable(parsed.model)}, outputs {times(net.output_shape)}{names}")
     normalization = "none" if net.normalization is None else net.normalization.name

@@ -18,7 +18,6 @@ from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, predict
 from mpidl.evaluation.confusion import Confusion
 from mpidl.files import on_rank_0
-from mpidl.interchange import network_files
 from mpidl.nn.layers import Sigmoid
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
@@ -86,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _network(parsed, layers):
     """Load the network, with the normalization of the file or of the user."""
-    net = network_files.load(parsed.model, layers, normalization=parsed.normalization)
+    net = start.load_network(parsed.model, layers, parsed.normalization)
     net.normalization.need_known()
     return net
 

@@ -16,7 +16,6 @@ from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import AS_IT_IS, COLOURS, Preprocess
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0, sha256_of_file
-from mpidl.interchange import network_files
 from mpidl.nn import Network, zoo
 from mpidl.nn.transfer import is_kept, last_layer, transfer
 from mpidl.options.declaration import declared, flag
@@ -135,7 +134,7 @@ def _chosen_normalization(resolved):
 
 def _load(path, network, images, normalization):
     if network is None:
-        return network_files.load(path, normalization=normalization)
+        return start.load_network(path, normalization=normalization)
     shape, outputs = images.image_shape, _classes_of(images)
     outputs = outputs if isinstance(outputs, int) else len(outputs)
     if network in zoo.NETWORKS:
@@ -144,6 +143,8 @@ def _load(path, network, images, normalization):
 
     def build(input_shape, count):
         return start.network(network, input_shape, count, seed=None)
+
+    from mpidl.interchange import network_files
 
     return network_files.load_into(path, build, shape, outputs, normalization)
 

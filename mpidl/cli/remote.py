@@ -35,9 +35,9 @@ def configure(options: Mapping[str, Any], world: World | None = None) -> None:
         settings.check_url(options.get(name) or "", flag(name))
     values = {name: options[name] for name in STORAGE if name in options}
     if world is None:
-        settings.configure(**values)
+        settings.configure_storage(**values)
     else:  # a folder may be missing on one node only
-        call_together(world, lambda: settings.configure(world, **values))
+        call_together(world, lambda: settings.configure_storage(world, **values))
     target = options.get("upload")
     if target is None:
         return

@@ -13,15 +13,16 @@ from mpidl import data, losses
 from mpidl.backends.cpu import builds
 from mpidl.cli import user_files
 from mpidl.data.datastore import Datastore
+from mpidl.data.formats.hdf5 import is_hdf5
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
-from mpidl.nn.layers import Sigmoid
+from mpidl.nn.layers import Layer, Sigmoid
 from mpidl.ranks.world import World
 from mpidl.text import did_you_mean, host_list
-from mpidl.training.files import run_folder
+from mpidl.training.files import model_file, run_folder
 from mpidl.training.options.training_options import TrainingOptions
 
 
@@ -123,6 +124,20 @@ def _is_mpi_from_pip():
         os.path.exists(os.path.join(os.path.dirname(sys.executable), name))
         for name in ("mpiexec.hydra", "prterun")
     )
+
+
+def load_network(
+    path: str, layers: Iterable[type[Layer]] = (), normalization: str | None = None
+) -> Network:
+    """Load the network of a model file, or of a file of another library (`network_files.load`)."""
+    if normalization is None and is_hdf5(path):
+        net = model_file.load_model(path, layers)[0]
+        if net.normalization is not None and net.normalization.is_known:
+            net.normalization.check(net.input_shape)
+            return net
+    from mpidl.interchange import network_files
+
+    return network_files.load(path, layers, normalization=normalization)
 
 
 def with_test(

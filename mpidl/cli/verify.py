@@ -15,7 +15,7 @@ from mpidl.cli import arguments, start
 from mpidl.cli.parser import typed_command
 from mpidl.data.storage.settings import check_url
 from mpidl.errors import Fault, UserError
-from mpidl.jobs.launcher import environment, launcher
+from mpidl.launcher import environment, launcher
 from mpidl.ranks import failure
 from mpidl.report import Console
 from mpidl.text import aligned, printable

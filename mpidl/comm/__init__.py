@@ -1,5 +1,7 @@
 """Sums and messages between ranks, over a transport that receives MPI and a guard."""
 
-from mpidl.comm.world import World
+import sys
 
-__all__ = ["World"]
+from mpidl.lazy import LazyPackage
+
+sys.modules[__name__].__class__ = LazyPackage

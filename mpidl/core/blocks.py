@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 import numpy as np
 
 from mpidl.core import fold
+from mpidl.core.operators import Operators
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
@@ -268,7 +269,7 @@ class DeferredInput(NamedTuple):
     beta: np.ndarray
 
 
-class Blocked:
+class Blocked(Operators):
     """A value with one entry per image. Each rank holds the entries of its own images.
 
     Parameters
@@ -385,8 +386,7 @@ class Blocked:
 
     mean = sum = __len__ = __float__ = __bool__ = __array__ = __iter__ = _refuse
 
-    # `ops.arithmetic` defines these operators. If an operand is a Var, Python uses Var's operators.
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # the types of the operators
 
         def __add__(self, other: Factor) -> Blocked: ...
         def __radd__(self, other: float) -> Blocked: ...

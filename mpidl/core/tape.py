@@ -26,13 +26,14 @@ from mpidl.core import spans
 from mpidl.core.blocks import Batch, Blocked
 from mpidl.core.device_array import is_device_array
 from mpidl.core.fold import Partial
+from mpidl.core.operators import Operators
 
 Needs: TypeAlias = tuple[bool, ...]  # for each positional argument, whether to compute a cotangent
 
 _clock = itertools.count()
 
 
-class Var:
+class Var(Operators):
     """A value on the tape, with the op that computed it. A Var without parents is a leaf.
 
     Parameters
@@ -78,7 +79,7 @@ class Var:
 
     __float__ = __bool__ = __len__ = __array__ = __iter__ = mean = sum = _refuse
 
-    if TYPE_CHECKING:  # `ops.arithmetic` defines the operators
+    if TYPE_CHECKING:  # the types of the operators
 
         def __add__(self, other: Operand) -> Var: ...
         def __radd__(self, other: Blocked | Partial | float) -> Var: ...

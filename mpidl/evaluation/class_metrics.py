@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -24,8 +24,10 @@ from mpidl.errors import UserError
 from mpidl.evaluation.options import ALL, NAMES, OF_COUNTS, OF_LABELS, OF_RANKING
 from mpidl.evaluation.ranking import Ranking
 from mpidl.files import write_whole
-from mpidl.nn import Network
 from mpidl.text import aligned, class_names, did_you_mean, printable
+
+if TYPE_CHECKING:
+    from mpidl.nn import Network
 
 Vector: TypeAlias = np.ndarray
 

@@ -11,9 +11,8 @@ from typing import TypeAlias
 import numpy as np
 
 from mpidl.core.blocks import OneRank, from_images, share
-from mpidl.data.formats.hdf5 import SIGNATURE
+from mpidl.data.formats.hdf5 import is_hdf5
 from mpidl.errors import UserError
-from mpidl.files import open_for_reading, unreadable
 from mpidl.interchange import input_pixels, onnx_export, onnx_import, weight_names, weights
 from mpidl.interchange.input_pixels import Choice, of_file
 from mpidl.interchange.onnx_builder import MAX_VALUES
@@ -41,17 +40,6 @@ def suffix_of(path: str | os.PathLike[str]) -> str:
     return suffix
 
 
-def _is_hdf5(path):
-    """Return whether a file is in HDF5 format, independent of its name."""
-    try:
-        with open_for_reading(path) as file:
-            return file.read(len(SIGNATURE)) == SIGNATURE
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise unreadable(path, error) from None
-
-
 def load(
     path: str | os.PathLike[str],
     layers: Iterable[type[Layer]] = (),
@@ -65,7 +53,7 @@ def load(
     because it describes the network. `input_shape` is required if an ONNX file does not fix it.
     """
     weights.refuse_pickle(path)
-    suffix = ".h5" if _is_hdf5(path) else suffix_of(path)
+    suffix = ".h5" if is_hdf5(path) else suffix_of(path)
     if suffix == ".h5":
         net = model_file.load_model(path, layers)[0]
         stored = net.normalization

@@ -16,13 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mpidl.errors import UserError
+from mpidl.startup import JOB_TOKEN
 
 if TYPE_CHECKING:
     from mpidl.ranks.failure import Signals
 
-# Environment variable of all processes of a job. The value stays the same if the job is restarted.
-VARIABLE = "MPIDL_JOB_TOKEN"
-START_VARIABLE = "MPIDL_JOB_START"  # environment variable: how many times the job was started
 POLL_SECONDS = 0.2  # time between two checks for the end of the launcher
 LOOK_SECONDS = 1.0  # time between two checks for children of the launcher
 ALONE_SECONDS = 10.0  # longest time for which a launcher may have no child process
@@ -44,7 +42,7 @@ class JobProcess:
     environment : mapping
         Environment variables of the command.
     token : str
-        Value of the environment variable `VARIABLE`, which identifies the job.
+        Value of the environment variable `JOB_TOKEN`, which identifies the job.
 
     Raises
     ------
@@ -53,12 +51,12 @@ class JobProcess:
     """
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], token: str) -> None:
-        self._mark = f"{VARIABLE}={token}".encode()
+        self._mark = f"{JOB_TOKEN}={token}".encode()
         self.words, self.is_left_alone = words, False
         try:
             self._process = subprocess.Popen(
                 words,
-                env={**environment, VARIABLE: token},
+                env={**environment, JOB_TOKEN: token},
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # so that signals reach the job only through this process

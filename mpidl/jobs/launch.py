@@ -18,7 +18,7 @@ from mpidl import errors
 from mpidl.errors import RankError, UserError
 from mpidl.jobs import launch_worker
 from mpidl.jobs.launch_job import SIZE_VARIABLE, Interrupts, Job
-from mpidl.jobs.launcher import launcher
+from mpidl.launcher import launcher
 from mpidl.ranks import failure
 from mpidl.ranks.thread_budget import available_cores
 from mpidl.report.progress import notebook

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidl.jobs import launch_worker
-from mpidl.jobs.launcher import environment
+from mpidl.launcher import environment
 
 SIZE_VARIABLE = "MPIDL_LAUNCHED"  # set to the number of ranks for each rank that `launch` starts
 ERROR_GRACE = 0.5  # seconds to wait for errors of other ranks and for remaining output

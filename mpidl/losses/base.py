@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
 from mpidl.core.tape import Var
-from mpidl.nn import Network
 from mpidl.nn.layers import Sigmoid, Softmax
+
+if TYPE_CHECKING:
+    from mpidl.nn import Network
 
 # The result of a loss function: (loss,), (loss, correct), (loss, correct, count) or (loss, correct,
 # count, weight). `correct` is the number of correct labels, and `count` is the number of labels

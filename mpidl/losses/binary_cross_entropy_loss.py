@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from mpidl.losses.label_checks import (
 from mpidl.losses.options import check
 from mpidl.nn import Network
 from mpidl.ops.label_checks import squeezed
+
+if TYPE_CHECKING:
+    from mpidl.nn import Network
 
 
 @dataclass(frozen=True)

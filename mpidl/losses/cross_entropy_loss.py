@@ -6,7 +6,7 @@ The options are class weights, label smoothing, an ignored label and the focal l
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from mpidl.losses.label_checks import (
     numbers_of,
 )
 from mpidl.losses.options import check
-from mpidl.nn import Network
+
+if TYPE_CHECKING:
+    from mpidl.nn import Network
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,8 +20,10 @@ from mpidl.losses.label_checks import (
     check_weight_count,
     checked_weights,
 )
-from mpidl.nn import Network
 from mpidl.ops.dice import EPSILON
+
+if TYPE_CHECKING:
+    from mpidl.nn import Network
 
 
 @dataclass(frozen=True)

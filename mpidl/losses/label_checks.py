@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from mpidl.data.transforms.image_targets import moved_shape
 from mpidl.errors import UserError
-from mpidl.nn import Network
 from mpidl.ops.label_checks import squeezed
+
+if TYPE_CHECKING:
+    from mpidl.nn import Network
 
 Weights: TypeAlias = Sequence[float] | Literal["balanced"] | None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mpidl import ops
 from mpidl.core.blocks import Blocked
@@ -13,7 +13,9 @@ from mpidl.losses.base import LabelLoss, Sums
 from mpidl.losses.binary_cross_entropy_loss import BinaryCrossEntropy
 from mpidl.losses.cross_entropy_loss import CrossEntropy
 from mpidl.losses.dice_loss import Dice
-from mpidl.nn import Network
+
+if TYPE_CHECKING:
+    from mpidl.nn import Network
 
 
 def mean_squared_error(net: Network, images: Blocked, targets: Blocked) -> Sums:
@@ -28,7 +30,7 @@ def mean_absolute_error(net: Network, images: Blocked, targets: Blocked) -> Sums
 
 cross_entropy = CrossEntropy()  # the loss "crossentropy" without options
 
-LossFunction: TypeAlias = Callable[[Network, Any, Any], Sums]
+LossFunction: TypeAlias = Callable[["Network", Any, Any], Sums]
 
 LOSSES: dict[str, LossFunction] = {
     "crossentropy": cross_entropy,

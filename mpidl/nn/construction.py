@@ -101,7 +101,8 @@ def layers_of_spec(
     Raises ValueError if a type is neither a layer class of mpidl nor in `layer_types`, or if a
     custom class has the name of a layer class of mpidl.
     """
-    types = {name: kind for name, kind in vars(layers).items() if _is_layer_type(kind)}
+    public = {name: getattr(layers, name) for name in dir(layers)}
+    types = {name: kind for name, kind in public.items() if _is_layer_type(kind)}
     for kind in layer_types:
         if kind.__name__ in types:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Elementwise arithmetic ops, and the operators + - * / ** of Var and Blocked values.
+"""Elementwise arithmetic ops, which the operators + - * / ** of Var and Blocked values call.
 
 Most of these ops work on plain arrays, one block of 16 images at a time, like custom ops. Shapes
 broadcast as in NumPy. The first axis of a blocked value is the image axis. For example, a blocked
@@ -353,18 +353,3 @@ def reshape(a: Replicated, shape: int | Sequence[int]) -> Replicated:
         The same elements in the new shape.
     """
     return _reshape(a, shape)
-
-
-_operand_type: Any
-for _operand_type in (Var, Blocked):
-    _operand_type.__add__ = add
-    _operand_type.__radd__ = lambda a, b: add(b, a)
-    _operand_type.__sub__ = subtract
-    _operand_type.__rsub__ = lambda a, b: subtract(b, a)
-    _operand_type.__mul__ = multiply
-    _operand_type.__rmul__ = lambda a, b: multiply(b, a)
-    _operand_type.__truediv__ = divide
-    _operand_type.__rtruediv__ = lambda a, b: divide(b, a)
-    _operand_type.__pow__ = power
-    _operand_type.__neg__ = negative
-    _operand_type.__array_ufunc__ = None  # makes array + value call value.__radd__

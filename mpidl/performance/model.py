@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
+from mpidl.comm.simulation import Link, Network
 from mpidl.core import fold, keyed
 from mpidl.core.blocks import blocks_of
 from mpidl.performance.network_fit import NetworkFit
-from mpidl.performance.simulation import Link, Network
 from mpidl.performance.trace import BUCKET, FINISH, Event
 
 RESAMPLES = 100  # number of bootstrap samples for the error of a prediction

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from mpidl.comm import simulation
+from mpidl.comm.simulation import Link, Network
 from mpidl.core import fold
 from mpidl.core.blocks import blocks_of
-from mpidl.performance import simulation
 from mpidl.performance.links import COMBINES
-from mpidl.performance.simulation import Link, Network
 from mpidl.performance.trace import AGREE, Event
 
 SMALL_BYTES = 16 * 1024  # messages and exchanges up to this size are small

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from mpidl.comm.simulation import Link
 from mpidl.core.blocks import blocks_of
 from mpidl.performance.model import Model, Setting, most_blocks
-from mpidl.performance.simulation import Link
 
 HALF = 0.5  # scaling stops if the efficiency would fall below this value
 GAIN = 1.02  # scaling stops if twice as many ranks would give a smaller speed-up than this

@@ -14,8 +14,7 @@ import numpy as np
 from mpidl.errors import UserError
 from mpidl.files import reason
 from mpidl.ranks.thread_budget import SHARED_CORES
-from mpidl.report import metrics
-from mpidl.report.live import curves
+from mpidl.report import curves, metrics
 from mpidl.training.files import checkpoint
 
 if TYPE_CHECKING:

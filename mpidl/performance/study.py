@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from mpidl.errors import UserError
 from mpidl.files import reason, write_whole
-from mpidl.jobs.launcher import environment, launcher
+from mpidl.launcher import environment, launcher
 from mpidl.performance.results import (
     COMPLETE,
     FAILED,

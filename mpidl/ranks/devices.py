@@ -10,7 +10,6 @@ from mpidl.backends.gpu import nvrtc
 from mpidl.backends.gpu.discovery import Gpu, visible
 from mpidl.comm import nccl
 from mpidl.errors import UserError
-from mpidl.quick_imports import QuickImports
 
 if TYPE_CHECKING:
     from mpidl.backends.gpu.cuda_device import CudaDevice
@@ -96,9 +95,8 @@ def use_gpu(world: World, gpu: Gpu | None) -> None:
     UserError
         On all ranks, if a rank cannot use its GPU.
     """
-    with QuickImports():
-        from mpidl.backends.gpu import launching
-        from mpidl.backends.gpu.sums import Counts
+    from mpidl.backends.gpu import launching
+    from mpidl.backends.gpu.sums import Counts
 
     is_open = gpu is not None and world.device is not None and world.device.identity == gpu.identity
     # Another world may have reopened the GPU in the meantime.

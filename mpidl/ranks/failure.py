@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidl import quick_imports, startup
+from mpidl import startup
 from mpidl.errors import Fault, UserError
 from mpidl.ranks import srun, ulfm
 from mpidl.ranks.departure import LEAVING, OPERATION, Departure, start_exit_guard
@@ -160,7 +160,6 @@ def run(main: Callable[[], int]) -> None:
     job at once. If a rank calls sys.exit with a nonzero code while other ranks continue, the job
     ends with this code.
     """
-    quick_imports.end()
     try:
         code = main()
     except (UserError, Fault) as error:

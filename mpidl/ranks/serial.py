@@ -13,7 +13,6 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 from mpidl.errors import UserError
-from mpidl.quick_imports import QuickImports
 from mpidl.ranks import failure, mpi_start, ulfm
 from mpidl.text import pip_install
 
@@ -37,7 +36,7 @@ def load(timeout: float = 300.0) -> ModuleType | SimpleNamespace:
         If MPI cannot be loaded and a launcher started several tasks, or if MPI cannot start.
     """
     try:
-        with QuickImports(), mpi_start.without_rdma():
+        with mpi_start.without_rdma():
             import mpi4py
 
             # These settings take effect only if they precede the first import of mpi4py.MPI.

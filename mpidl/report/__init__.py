@@ -1,6 +1,7 @@
 """Write and read the results of runs: console output, metrics, history, plots, arrays and pages."""
 
-from mpidl.report.metrics import Metrics
-from mpidl.report.progress.console import Console
+import sys
 
-__all__ = ["Console", "Metrics"]
+from mpidl.lazy import LazyPackage
+
+sys.modules[__name__].__class__ = LazyPackage

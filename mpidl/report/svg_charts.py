@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from mpidl.report.page.elements import element
+from mpidl.report.elements import element
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element

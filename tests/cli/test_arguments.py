@@ -9,7 +9,7 @@ from mpidl.cli.parser import DESCRIBE, Parser, ParserReady, typed_command
 from mpidl.data.formats import FILES
 from mpidl.errors import UserError
 
-COMMANDS = tuple(mpidl_command.COMMANDS)
+COMMANDS = tuple(mpidl_command.commands())
 
 
 def parser_of(command):

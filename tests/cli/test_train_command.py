@@ -7,7 +7,7 @@ import pytest
 from single_rank import numbers
 
 import mpidl as dl
-from mpidl.cli import arguments, train
+from mpidl.cli import arguments, train_run
 from mpidl.evaluation import evaluate
 from mpidl.ranks import failure
 from mpidl.report import status, stop_file
@@ -44,7 +44,7 @@ def run(folder, *options):
     world = dl.World(threads=1)
     typed = arguments.train([str(x) for x in (*words, *options)])
     with failure.Signals() as signals, RunLock(world) as lock:
-        code = train.train(typed, world, signals, lock)
+        code = train_run.train(typed, world, signals, lock)
     world.barrier()
     return code, read_status(folder / "run")
 

@@ -9,10 +9,10 @@ import simulator
 
 from mpidl.comm import exchange
 from mpidl.comm.reducer import Reducer
+from mpidl.comm.simulation import Simulation
 from mpidl.core import fold, keyed
 from mpidl.core.blocks import LANES, share
 from mpidl.core.fold import Counter
-from mpidl.performance.simulation import Simulation
 from mpidl.ranks.world import World
 
 WIDTH = 37

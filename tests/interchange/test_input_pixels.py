@@ -10,8 +10,9 @@ from image_sets import pixels_of, refusal
 from onnx_models import node, saved, scores, session_scores
 
 import mpidl as dl
-from mpidl.cli import convert, predict
+from mpidl.cli import predict
 from mpidl.data.transforms import normalize
+from mpidl.interchange import command as convert
 from mpidl.interchange import network_files
 from mpidl.nn import zoo
 

@@ -183,3 +183,25 @@ def test_the_numbers_of_imagenets_normalization(name):
     expected = (images / 255 - mean[:, None, None]) / deviation[:, None, None]
     values = normalize.fixed(name, 3)(images)
     np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("suffix", network_files.SUFFIXES)
+def test_files_keep_whether_the_first_layer_is_whitened(tmp_path, suffix):
+    whiten = dl.Conv2D(2, 6, name="whiten", bias=False, weight_initializer="whitening")
+    net = dl.Network([whiten, dl.Dense(3)], (1, 6, 6), seed=1)
+    net.normalization = normalize.normalization("none", dl.ArrayDatastore(np.zeros((5, 1, 6, 6))))
+    path = str(tmp_path / f"model{suffix}")
+    for factor, expected in ((1, ["whiten"]), (0, [])):
+        net.parameters = {name: array * factor for name, array in net.parameters.items()}
+        network_files.save(net, path)
+        assert network_files.load(path).unwhitened == expected
+
+
+@pytest.mark.parametrize("suffix", network_files.SUFFIXES)
+def test_a_pipe_is_refused(tmp_path, suffix):
+    os.mkfifo(pipe := tmp_path / f"pipe{suffix}")
+    text = "expected a file, found a device or a pipe"
+    assert refusal(network_files.load, pipe).endswith(text)
+    if suffix != ".onnx":
+        net = dl.Network([dl.ReLU()], (1, 2, 2))
+        assert refusal(dl.load_weights, net, pipe).endswith(text)

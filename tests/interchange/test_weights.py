@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from image_sets import refusal
+from image_sets import pixels_of, refusal
 
 import mpidl as dl
+from mpidl.core import keyed
 from mpidl.nn import zoo
 from mpidl.training.files.model_file import weights_sha256
 
@@ -256,3 +257,37 @@ def test_slopes_have_the_name_of_pytorch(tmp_path):
     assert "features.1.weight" in safetensors.numpy.load_file(path)
     loaded = dl.load_weights(dl.Network(layers, (1, 5, 5), seed=2), path, names="torchvision")
     assert weights_sha256(loaded) == weights_sha256(net)
+
+
+FAST = {"resnet18", "squeezenet1_1"}  # networks whose weights are small
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow("ranks")] * (name not in FAST))
+        for name in zoo.torchvision.NETWORKS
+    ],
+)
+def test_scores_are_those_of_pytorch(monkeypatch, name, tmp_path):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    safetensors = pytest.importorskip("safetensors.torch")
+    from benchmarks import torch_networks
+
+    oracle, path = torch_networks.create(name), tmp_path / "weights.safetensors"
+    safetensors.save_file(oracle.state_dict(), path)
+    # Drawing a hundred million initial weights takes seconds.
+    monkeypatch.setattr(keyed, "uniform", lambda seed, key, count: np.zeros(count, np.float32))
+    net = dl.load_weights(zoo.NETWORKS[name](), path, names="torchvision")
+    images = (pixels_of(0, 3, 3, 224, 224) / np.float32(255) - np.float32(0.45)) / np.float32(0.225)
+    with torch.no_grad():
+        expected = oracle(torch.tensor(images)).numpy()
+    batch = dl.share(len(images), dl.OneRank())
+    scores = net(dl.from_images(images, batch)).local()
+    assert abs(scores - expected).max() <= 1e-5 * abs(expected).max()
+    dl.save_weights(net, tmp_path / "again.safetensors", names="torchvision")
+    with torch.no_grad():
+        for array in oracle.state_dict().values():
+            array.zero_()
+        oracle.load_state_dict(safetensors.load_file(tmp_path / "again.safetensors"))
+        assert torch.equal(oracle(torch.tensor(images)), torch.tensor(expected))

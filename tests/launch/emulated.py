@@ -12,7 +12,6 @@ EMULATED_RESIDENT
 """
 
 import contextlib
-import importlib
 import os
 import sys
 from pathlib import Path
@@ -40,6 +39,7 @@ def visible():
 
 
 def main():
+    import mpidl_command
     from mpidl.backends.gpu import sums
     from mpidl.comm import nccl
     from mpidl.data.loading import device_queue
@@ -58,7 +58,7 @@ def main():
     with contextlib.ExitStack() as stack:  # undo the changes, because a pool runs other commands
         for module, attribute, value in replacements:
             stack.enter_context(mock.patch.object(module, attribute, value))
-        failure.run(importlib.import_module(f"mpidl.cli.{name}").main)
+        failure.run(mpidl_command.load(name))
 
 
 if __name__ == "__main__":

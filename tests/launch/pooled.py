@@ -9,6 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import mpidl_command
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.ranks import failure
@@ -49,8 +50,9 @@ def _call(words):
     if words[0] == "-m":
         package, _, name = words[1].rpartition(".")
         sys.argv = [words[1], *words[2:]]
-        module = f"{package}.cli.{name}" if package else name  # mpidl.train, benchmarks
-        failure.run(importlib.import_module(module).main)
+        is_command = package == "mpidl"  # otherwise a package such as benchmarks
+        main = mpidl_command.load(name) if is_command else importlib.import_module(name).main
+        failure.run(main)
     elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
         exec(words[1], {"__name__": "__main__"})

@@ -23,7 +23,7 @@ try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as end:
     assert not end.code
-print("loaded:", *sorted({"numpy", "mpidl", "mpi4py", "rich"} & set(sys.modules)))
+print("loaded:", *sorted({"numpy", "mpi4py", "rich"} & set(sys.modules)))
 """
 
 
@@ -47,10 +47,10 @@ def test_the_list_of_commands_loads_no_numpy(script):
     names = {
         path.parent.name if path.stem == "__main__" else path.stem
         for path in modules
-        if "failure.run(main)" in path.read_text()
+        if re.search(r"failure\.run\(main\)|    run\(", path.read_text())
     }
-    assert set(mpidl_command.COMMANDS) == names
-    assert re.findall(r"\n  ([a-z]+)  ", result.stdout) == list(mpidl_command.COMMANDS)
+    assert set(mpidl_command.commands()) == names
+    assert re.findall(r"\n  ([a-z]+)  ", result.stdout) == list(mpidl_command.commands())
     assert "  Train a network\n" in result.stdout
     result = launcher.mpirun(None, "-c", LIST, script, "--version", check=0)
     assert re.fullmatch(r"mpidl \d+\.\d+\.\d+\nloaded:\n", result.stdout)

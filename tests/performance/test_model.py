@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mpidl.comm.simulation import Link, Network
 from mpidl.core import fold, keyed
 from mpidl.performance import prediction, probe
 from mpidl.performance.links import SIZES
 from mpidl.performance.model import Model, most_blocks, rounds_of_blocks
 from mpidl.performance.prediction import Error
-from mpidl.performance.simulation import Link, Network
 from mpidl.performance.trace import AGREE, BUCKET, FINISH, SUM, Event
 
 STEP, BLOCK = 2e-3, 3e-3  # seconds

@@ -3,7 +3,7 @@
 import pytest
 
 import mpidl as dl
-from mpidl.jobs.launcher import launcher
+from mpidl.launcher import launcher
 from mpidl.ranks import srun
 
 NEW = """MPI plugin types are...

@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def parser_of(command):
     """Return the function that parses a command's arguments, from its module or `arguments`."""
-    module = importlib.import_module(f"mpidl.cli.{command}")
+    module = importlib.import_module(mpidl_command.load(command).__module__)
     return getattr(module, "parse", None) or getattr(arguments, command)
 
 
-PARSERS = {command: parser_of(command) for command in mpidl_command.COMMANDS}
+PARSERS = {command: parser_of(command) for command in mpidl_command.commands()}
 PARSERS["benchmarks"] = bench_arguments.parse
 STARTERS = {"mpirun", "srun", "sbatch"}  # their arguments are options followed by a command
 # Commands that run in one process and refuse to run on several ranks.
@@ -142,6 +142,7 @@ def flags():
     for path in (ROOT / "run").iterdir():
         names |= set(re.findall(r"--[a-z][\w-]+", path.read_text()))
     sources = [*(ROOT / "mpidl" / "cli").rglob("*.py"), ROOT / "kernels" / "build.py"]
+    sources += (ROOT / "mpidl").rglob("command*.py")  # of wings
     sources += [*(ROOT / "benchmarks").rglob("*.py"), ROOT / "tests" / "backends" / "conftest.py"]
     sources.append(ROOT / "tests" / "soak" / "__main__.py")
     for path in sources:

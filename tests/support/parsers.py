@@ -27,10 +27,11 @@ from mpidl.interchange import network_files
 from mpidl.performance import results
 from mpidl.report import run_files, stop_file
 from mpidl.report.live.run import LiveRun
+from mpidl.sweeps import sweep_file
+from mpidl.sweeps.trial_folder import TrialFolder
 from mpidl.training import skipped_images
 from mpidl.training.files import checkpoint
-from mpidl.training.files.trial_folder import TrialFolder
-from mpidl.training.options import configuration, sweep_file
+from mpidl.training.options import configuration
 
 
 class Parser(NamedTuple):

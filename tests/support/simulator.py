@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from mpidl.comm.simulation import Simulation
 from mpidl.core import fold
-from mpidl.performance.simulation import Simulation
 
 
 class Outcome:

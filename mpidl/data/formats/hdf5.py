@@ -20,7 +20,7 @@ from mpidl.data.storage.objects import ByteStream
 from mpidl.data.storage.paths import stamp_of
 from mpidl.data.storage.settings import is_remote
 from mpidl.errors import StorageFault, UserError
-from mpidl.files import Stamp, changed, digest, on_rank_0, stamp, unreadable
+from mpidl.files import Stamp, changed, digest, on_rank_0, open_for_reading, stamp, unreadable
 from mpidl.text import printable
 
 if TYPE_CHECKING:
@@ -419,6 +419,17 @@ def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
     if int(np.prod(stored.shape, dtype=object)) * stored.dtype.itemsize > 1 << 26:
         raise UserError(f"{printable(holder.file.filename)}: attribute {name}: too large")
     return holder.attrs[name]
+
+
+def is_hdf5(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file is in HDF5 format, independent of its name."""
+    try:
+        with open_for_reading(path) as file:
+            return file.read(len(SIGNATURE)) == SIGNATURE
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 FORMAT = format_of_parts(

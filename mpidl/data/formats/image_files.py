@@ -13,7 +13,6 @@ import numpy as np
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, planes_of
 from mpidl.errors import UserError
 from mpidl.files import Stamp, open_regular, reason, stamp
-from mpidl.quick_imports import QuickImports
 from mpidl.text import printable
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
@@ -103,9 +102,8 @@ def _content_of(path):
 @functools.cache
 def _pillow():
     """Import Pillow, and return the classes that `decode` uses. Called for the first file."""
-    with QuickImports():
-        from PIL import Image, UnidentifiedImageError
-        from PIL.JpegImagePlugin import JpegImageFile
+    from PIL import Image, UnidentifiedImageError
+    from PIL.JpegImagePlugin import JpegImageFile
 
     if hasattr(Image.core, "set_blocks_max"):
         Image.core.set_blocks_max(max(MEMORY_BLOCKS, Image.core.get_blocks_max()))
@@ -115,8 +113,7 @@ def _pillow():
 @functools.cache
 def _import_formats(Image):
     """Import the modules of the formats, which the first `Image.open` would import."""
-    with QuickImports():
-        Image.preinit()
+    Image.preinit()
 
 
 def check_image(content: bytes, name: str, shape: tuple[int, ...]) -> None:

@@ -55,7 +55,7 @@ def current() -> Settings:
     return _settings
 
 
-def configure(
+def configure_storage(
     world: Any = None,
     *,
     endpoint_url: str | None = None,

@@ -5,16 +5,8 @@ needs for a given input shape, and `forward` applies the layer's op. The network
 To export a new layer, add its name to `__all__` in the file of its family.
 """
 
-from mpidl.nn.layers.activation import *
-from mpidl.nn.layers.base import Built as Built
-from mpidl.nn.layers.base import Layer as Layer
-from mpidl.nn.layers.base import LayerContext as LayerContext
-from mpidl.nn.layers.base import Weighted as Weighted
-from mpidl.nn.layers.base import glorot_uniform as glorot_uniform
-from mpidl.nn.layers.convolution import *
-from mpidl.nn.layers.dense import *
-from mpidl.nn.layers.dropout import *
-from mpidl.nn.layers.joins import *
-from mpidl.nn.layers.normalization import *
-from mpidl.nn.layers.pooling import *
-from mpidl.nn.layers.shape import *
+import sys
+
+from mpidl.lazy import LazyPackage
+
+sys.modules[__name__].__class__ = LazyPackage

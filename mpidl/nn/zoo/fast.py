@@ -9,33 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidl.nn.layers import (
-    Add,
-    BatchNorm,
-    Conv2D,
-    Dense,
-    Layer,
-    MaxPool2D,
-    ReLU,
-)
-from mpidl.nn.network import Network
+from mpidl import nn
 
 
-def _block(prefix: str, filters: int) -> list[Layer]:
+def _block(prefix: str, filters: int) -> list[nn.Layer]:
     """Return a 3x3 convolution, batch normalization and ReLU, which are computed by one op."""
     return [
-        Conv2D(3, filters, padding=1, bias=False, name=f"{prefix}_conv"),
-        BatchNorm(name=f"{prefix}_norm"),
-        ReLU(name=f"{prefix}_relu"),
+        nn.Conv2D(3, filters, padding=1, bias=False, name=f"{prefix}_conv"),
+        nn.BatchNorm(name=f"{prefix}_norm"),
+        nn.ReLU(name=f"{prefix}_relu"),
     ]
 
 
-def _residual(input_shape: Sequence[int], classes: int, seed: int, filters: int) -> Network:
+def _residual(input_shape: Sequence[int], classes: int, seed: int, filters: int) -> nn.Network:
     """Return the network that `cifar_fast` describes."""
     channels, *size = input_shape
     side = 2 if channels > 1 else 3
-    layers: list[Layer] = [
-        Conv2D(
+    layers: list[nn.Layer] = [
+        nn.Conv2D(
             side,
             2 * channels * side**2,
             padding="same",
@@ -43,24 +34,26 @@ def _residual(input_shape: Sequence[int], classes: int, seed: int, filters: int)
             weight_initializer="whitening",
             name="whiten",
         ),
-        ReLU(name="whiten_relu"),
+        nn.ReLU(name="whiten_relu"),
     ]
     for stage in range(3):
         prefix, count = f"stage{stage + 1}", filters << stage
         pool = f"{prefix}_pool"
         layers += [
             *_block(prefix, count),
-            MaxPool2D(2, padding="same", name=pool),
+            nn.MaxPool2D(2, padding="same", name=pool),
             *_block(f"{prefix}_1", count),
             *_block(f"{prefix}_2", count),
-            Add(inputs=(pool, f"{prefix}_2_relu"), name=f"{prefix}_add"),
+            nn.Add(inputs=(pool, f"{prefix}_2_relu"), name=f"{prefix}_add"),
         ]
         size = [(n + 1) // 2 for n in size]
-    layers += [MaxPool2D((size[0], size[1]), name="pool"), Dense(classes, name="dense1")]
-    return Network(layers, input_shape, seed=seed)
+    layers += [nn.MaxPool2D((size[0], size[1]), name="pool"), nn.Dense(classes, name="dense1")]
+    return nn.Network(layers, input_shape, seed=seed)
 
 
-def fashion(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: int = 0) -> Network:
+def fashion(
+    input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: int = 0
+) -> nn.Network:
     """Return `cifar_fast` with 32 filters, for images such as Fashion-MNIST.
 
     For 28x28 gray images of 10 classes, there are 487,230 learnables, and 180 of these are frozen.
@@ -92,7 +85,7 @@ def cifar_fast(
     seed: int = 0,
     *,
     filters: int = 48,
-) -> Network:
+) -> nn.Network:
     """Return a small residual network that learns data such as CIFAR-10 in few epochs.
 
     The first convolution is frozen: it whitens patches of the images, and is computed from the

@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidl.nn.layers import (
-    Add,
-    AveragePool2D,
-    BatchNorm,
-    Conv2D,
-    CrossChannelNorm,
-    Dense,
-    Dropout,
-    GlobalAveragePool2D,
-    Layer,
-    MaxPool2D,
-    ReLU,
-)
-from mpidl.nn.network import Network
+from mpidl import nn
 
 
-def digits(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: int = 0) -> Network:
+def digits(
+    input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: int = 0
+) -> nn.Network:
     """Return a small network with three convolutions, for images of digits.
 
     Each convolution is followed by batch normalization and ReLU. The last layer is fully connected.
@@ -45,13 +34,13 @@ def digits(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: in
     -----
     This is the network in MATLAB's "Train Network in Parallel with Custom Training Loop".
     """
-    layers: list[Layer] = []
+    layers: list[nn.Layer] = []
     for size, padding in ((5, 0), (3, 1), (3, 1)):
-        layers += [Conv2D(size, 20, padding=padding), BatchNorm(), ReLU()]
-    return Network([*layers, Dense(classes)], input_shape, seed=seed)
+        layers += [nn.Conv2D(size, 20, padding=padding), nn.BatchNorm(), nn.ReLU()]
+    return nn.Network([*layers, nn.Dense(classes)], input_shape, seed=seed)
 
 
-def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int = 0) -> Network:
+def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int = 0) -> nn.Network:
     """Return a network with twelve convolutions, for small images such as CIFAR-10.
 
     The network has three stages and a fully connected layer. Each stage repeats 3x3 convolution,
@@ -80,15 +69,17 @@ def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int
     layers: the 40 layers of this network, and layers for image input, softmax and classification
     output. In mpidl, the mini-batch queue and the loss replace these three layers.
     """
-    layers: list[Layer] = []
-    for filters, pool in ((32, MaxPool2D(2)), (64, MaxPool2D(2)), (128, AveragePool2D(8))):
+    layers: list[nn.Layer] = []
+    for filters, pool in ((32, nn.MaxPool2D(2)), (64, nn.MaxPool2D(2)), (128, nn.AveragePool2D(8))):
         for _ in range(4):
-            layers += [Conv2D(3, filters, padding=1), BatchNorm(), ReLU()]
+            layers += [nn.Conv2D(3, filters, padding=1), nn.BatchNorm(), nn.ReLU()]
         layers.append(pool)
-    return Network([*layers, Dense(classes)], input_shape, seed=seed)
+    return nn.Network([*layers, nn.Dense(classes)], input_shape, seed=seed)
 
 
-def resnet(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int = 0) -> Network:
+def resnet(
+    input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int = 0
+) -> nn.Network:
     """Return a residual network with 20 layers for small images.
 
     The network consists of a 3x3 convolution, three stages, global average pooling and a fully
@@ -118,10 +109,10 @@ def resnet(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: in
     The recipe comes from MATLAB's "Train Residual Network for Image Classification". In training,
     images are mirrored at random and shifted by up to 4 pixels.
     """
-    layers: list[Layer] = [
-        Conv2D(3, 16, padding=1, name="conv1"),
-        BatchNorm(name="norm1"),
-        ReLU(name="relu1"),
+    layers: list[nn.Layer] = [
+        nn.Conv2D(3, 16, padding=1, name="conv1"),
+        nn.BatchNorm(name="norm1"),
+        nn.ReLU(name="relu1"),
     ]
     block, before, filters = 0, "relu1", 16
     for stage in range(3):
@@ -131,30 +122,30 @@ def resnet(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: in
             same_shape = block_filters == filters
             stride, shortcut = (1, before) if same_shape else (2, f"{prefix}_shortcut_norm")
             layers += [
-                Conv2D(3, block_filters, stride=stride, padding=1, name=f"{prefix}_conv1"),
-                BatchNorm(name=f"{prefix}_norm1"),
-                ReLU(name=f"{prefix}_relu1"),
-                Conv2D(3, block_filters, padding=1, name=f"{prefix}_conv2"),
-                BatchNorm(name=f"{prefix}_norm2"),
+                nn.Conv2D(3, block_filters, stride=stride, padding=1, name=f"{prefix}_conv1"),
+                nn.BatchNorm(name=f"{prefix}_norm1"),
+                nn.ReLU(name=f"{prefix}_relu1"),
+                nn.Conv2D(3, block_filters, padding=1, name=f"{prefix}_conv2"),
+                nn.BatchNorm(name=f"{prefix}_norm2"),
             ]
             if not same_shape:
                 projection = f"{prefix}_shortcut"
                 layers += [
-                    Conv2D(1, block_filters, stride=stride, name=projection, after=before),
-                    BatchNorm(name=shortcut),
+                    nn.Conv2D(1, block_filters, stride=stride, name=projection, after=before),
+                    nn.BatchNorm(name=shortcut),
                 ]
             before, filters = f"{prefix}_relu2", block_filters
             layers += [
-                Add(inputs=(f"{prefix}_norm2", shortcut), name=f"{prefix}_add"),
-                ReLU(name=before),
+                nn.Add(inputs=(f"{prefix}_norm2", shortcut), name=f"{prefix}_add"),
+                nn.ReLU(name=before),
             ]
-    layers += [GlobalAveragePool2D(name="pool"), Dense(classes, name="dense1")]
-    return Network(layers, input_shape, seed=seed)
+    layers += [nn.GlobalAveragePool2D(name="pool"), nn.Dense(classes, name="dense1")]
+    return nn.Network(layers, input_shape, seed=seed)
 
 
 def alexnet(
     input_shape: Sequence[int] = (3, 227, 227), classes: int = 1000, seed: int = 0
-) -> Network:
+) -> nn.Network:
     """Return AlexNet, with 60,965,224 learnables for 227x227 colour images of 1000 classes.
 
     AlexNet has five convolutions. The second, fourth and fifth convolutions have two groups.
@@ -184,31 +175,31 @@ def alexnet(
     MATLAB and Multiple GPUs", which starts from a pretrained AlexNet. The learning rate of the
     recipe is low for a network without pretraining.
     """
-    layers: list[Layer] = [
-        Conv2D(11, 96, stride=4, name="conv1"),
-        ReLU(name="relu1"),
-        CrossChannelNorm(5, k=1.0, name="norm1"),
-        MaxPool2D(3, stride=2, name="pool1"),
-        Conv2D(5, 256, padding=2, groups=2, name="conv2"),
-        ReLU(name="relu2"),
-        CrossChannelNorm(5, k=1.0, name="norm2"),
-        MaxPool2D(3, stride=2, name="pool2"),
-        Conv2D(3, 384, padding=1, name="conv3"),
-        ReLU(name="relu3"),
-        Conv2D(3, 384, padding=1, groups=2, name="conv4"),
-        ReLU(name="relu4"),
-        Conv2D(3, 256, padding=1, groups=2, name="conv5"),
-        ReLU(name="relu5"),
-        MaxPool2D(3, stride=2, name="pool5"),
-        Dense(4096, name="fc6"),
-        ReLU(name="relu6"),
-        Dropout(0.5, name="drop6"),
-        Dense(4096, name="fc7"),
-        ReLU(name="relu7"),
-        Dropout(0.5, name="drop7"),
-        Dense(classes, name="fc8"),
+    layers: list[nn.Layer] = [
+        nn.Conv2D(11, 96, stride=4, name="conv1"),
+        nn.ReLU(name="relu1"),
+        nn.CrossChannelNorm(5, k=1.0, name="norm1"),
+        nn.MaxPool2D(3, stride=2, name="pool1"),
+        nn.Conv2D(5, 256, padding=2, groups=2, name="conv2"),
+        nn.ReLU(name="relu2"),
+        nn.CrossChannelNorm(5, k=1.0, name="norm2"),
+        nn.MaxPool2D(3, stride=2, name="pool2"),
+        nn.Conv2D(3, 384, padding=1, name="conv3"),
+        nn.ReLU(name="relu3"),
+        nn.Conv2D(3, 384, padding=1, groups=2, name="conv4"),
+        nn.ReLU(name="relu4"),
+        nn.Conv2D(3, 256, padding=1, groups=2, name="conv5"),
+        nn.ReLU(name="relu5"),
+        nn.MaxPool2D(3, stride=2, name="pool5"),
+        nn.Dense(4096, name="fc6"),
+        nn.ReLU(name="relu6"),
+        nn.Dropout(0.5, name="drop6"),
+        nn.Dense(4096, name="fc7"),
+        nn.ReLU(name="relu7"),
+        nn.Dropout(0.5, name="drop7"),
+        nn.Dense(classes, name="fc8"),
     ]
-    return Network(layers, input_shape, seed=seed)
+    return nn.Network(layers, input_shape, seed=seed)
 
 
 NETWORKS: dict[str, Callable[..., Any]] = {

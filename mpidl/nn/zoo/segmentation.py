@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidl.nn.layers import BatchNorm, Concat, Conv2D, Layer, MaxPool2D, ReLU, TransposedConv2D
-from mpidl.nn.network import Network
+from mpidl import nn
 
 
 def unet(
@@ -16,7 +15,7 @@ def unet(
     *,
     depth: int = 3,
     filters: int = 16,
-) -> Network:
+) -> nn.Network:
     """Return a U-Net, with 483,170 learnables for gray images with two classes of pixels.
 
     The encoder has `depth` stages. Each stage has two 3x3 convolutions with batch normalization and
@@ -60,29 +59,31 @@ def unet(
             f"{input_shape[1]}x{input_shape[2]}"
         )
 
-    def convolutions(prefix: str, count: int) -> list[Layer]:
-        layers: list[Layer] = []
+    def convolutions(prefix: str, count: int) -> list[nn.Layer]:
+        layers: list[nn.Layer] = []
         for i in (1, 2):
             layers += [
-                Conv2D(3, count, padding=1, name=f"{prefix}_conv{i}"),
-                BatchNorm(name=f"{prefix}_norm{i}"),
-                ReLU(name=f"{prefix}_relu{i}"),
+                nn.Conv2D(3, count, padding=1, name=f"{prefix}_conv{i}"),
+                nn.BatchNorm(name=f"{prefix}_norm{i}"),
+                nn.ReLU(name=f"{prefix}_relu{i}"),
             ]
         return layers
 
-    layers: list[Layer] = []
+    layers: list[nn.Layer] = []
     for stage in range(depth):
         prefix = f"encoder{stage + 1}"
-        layers += [*convolutions(prefix, filters << stage), MaxPool2D(2, name=f"{prefix}_pool")]
+        layers += [*convolutions(prefix, filters << stage), nn.MaxPool2D(2, name=f"{prefix}_pool")]
     layers += convolutions("bridge", filters << depth)
     for stage in reversed(range(depth)):
         prefix, count = f"decoder{stage + 1}", filters << stage
         layers += [
-            TransposedConv2D(2, count, stride=2, name=f"{prefix}_up"),
-            Concat(inputs=(f"encoder{stage + 1}_relu2", f"{prefix}_up"), name=f"{prefix}_concat"),
+            nn.TransposedConv2D(2, count, stride=2, name=f"{prefix}_up"),
+            nn.Concat(
+                inputs=(f"encoder{stage + 1}_relu2", f"{prefix}_up"), name=f"{prefix}_concat"
+            ),
             *convolutions(prefix, count),
         ]
-    return Network([*layers, Conv2D(1, classes, name="scores")], input_shape, seed=seed)
+    return nn.Network([*layers, nn.Conv2D(1, classes, name="scores")], input_shape, seed=seed)
 
 
 NETWORKS: dict[str, Callable[..., Any]] = {"unet": unet}

@@ -13,26 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpidl.nn.layers import (
-    Add,
-    BatchNorm,
-    Clip,
-    Concat,
-    Conv2D,
-    Dense,
-    Dropout,
-    Flatten,
-    GlobalAveragePool2D,
-    Layer,
-    MaxPool2D,
-    ReLU,
-)
-from mpidl.nn.network import Network
+from mpidl import nn
 
 SHAPE = (3, 224, 224)
 
 
-def _sequential(prefix: str, layers: Iterable[Layer]) -> list[Layer]:
+def _sequential(prefix: str, layers: Iterable[nn.Layer]) -> list[nn.Layer]:
     """Name layers by numbers, as torch.nn.Sequential does: features_0, features_1, ..."""
     copies: list[Any] = list(layers)
     for i, layer in enumerate(copies):
@@ -42,7 +28,7 @@ def _sequential(prefix: str, layers: Iterable[Layer]) -> list[Layer]:
 
 def alexnet_torchvision(
     input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0
-) -> Network:
+) -> nn.Network:
     """Return torchvision's AlexNet, with 61,100,840 learnables for 224x224 images of 1000 classes.
 
     The network has five convolutions without groups, three fully connected layers, and no
@@ -67,38 +53,48 @@ def alexnet_torchvision(
     See Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
     """
     features = [
-        *(Conv2D(11, 64, stride=4, padding=2), ReLU(), MaxPool2D(3, stride=2)),
-        *(Conv2D(5, 192, padding=2), ReLU(), MaxPool2D(3, stride=2)),
-        *(Conv2D(3, 384, padding=1), ReLU()),
-        *(Conv2D(3, 256, padding=1), ReLU()),
-        *(Conv2D(3, 256, padding=1), ReLU(), MaxPool2D(3, stride=2)),
+        *(nn.Conv2D(11, 64, stride=4, padding=2), nn.ReLU(), nn.MaxPool2D(3, stride=2)),
+        *(nn.Conv2D(5, 192, padding=2), nn.ReLU(), nn.MaxPool2D(3, stride=2)),
+        *(nn.Conv2D(3, 384, padding=1), nn.ReLU()),
+        *(nn.Conv2D(3, 256, padding=1), nn.ReLU()),
+        *(nn.Conv2D(3, 256, padding=1), nn.ReLU(), nn.MaxPool2D(3, stride=2)),
     ]
-    classifier = [Dropout(), Dense(4096), ReLU(), Dropout(), Dense(4096), ReLU(), Dense(classes)]
+    classifier = [
+        nn.Dropout(),
+        nn.Dense(4096),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Dense(4096),
+        nn.ReLU(),
+        nn.Dense(classes),
+    ]
     layers = _sequential("features", features) + _sequential("classifier", classifier)
-    return Network(layers, input_shape, seed=seed)
+    return nn.Network(layers, input_shape, seed=seed)
 
 
 # {depth: number of convolutions in each of the five stages of VGG}. Stages end with max pooling.
 VGG_STAGES = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 
 
-def _vgg(depth: int, normalized: bool) -> Callable[..., Network]:
+def _vgg(depth: int, normalized: bool) -> Callable[..., nn.Network]:
     """Return a function that creates a VGG network with `depth` convolutional and dense layers."""
     name = f"vgg{depth}{'_bn' if normalized else ''}"
 
-    def create(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
-        features: list[Layer] = []
+    def create(
+        input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0
+    ) -> nn.Network:
+        features: list[nn.Layer] = []
         for convolutions, filters in zip(VGG_STAGES[depth], (64, 128, 256, 512, 512), strict=True):
             for _ in range(convolutions):
-                features.append(Conv2D(3, filters, padding=1))
-                features += [BatchNorm(), ReLU()] if normalized else [ReLU()]
-            features.append(MaxPool2D(2))
-        classifier: list[Layer] = []
+                features.append(nn.Conv2D(3, filters, padding=1))
+                features += [nn.BatchNorm(), nn.ReLU()] if normalized else [nn.ReLU()]
+            features.append(nn.MaxPool2D(2))
+        classifier: list[nn.Layer] = []
         for _ in range(2):
-            classifier += [Dense(4096), ReLU(), Dropout()]
-        classifier.append(Dense(classes))
+            classifier += [nn.Dense(4096), nn.ReLU(), nn.Dropout()]
+        classifier.append(nn.Dense(classes))
         layers = _sequential("features", features) + _sequential("classifier", classifier)
-        return Network(layers, input_shape, seed=seed)
+        return nn.Network(layers, input_shape, seed=seed)
 
     create.__name__ = create.__qualname__ = name
     normalization = " and batch normalization" if normalized else ""
@@ -135,12 +131,12 @@ vgg11_bn, vgg16_bn, vgg19_bn = (_vgg(depth, True) for depth in VGG_STAGES)
 
 def _resnet(
     block_counts: Sequence[int], bottleneck: bool, input_shape: Sequence[int], classes: int, seed
-) -> Network:
-    layers: list[Layer] = [
-        Conv2D(7, 64, stride=2, padding=3, bias=False, name="conv1"),
-        BatchNorm(name="bn1"),
-        ReLU(name="relu"),
-        MaxPool2D(3, stride=2, padding=1, name="maxpool"),
+) -> nn.Network:
+    layers: list[nn.Layer] = [
+        nn.Conv2D(7, 64, stride=2, padding=3, bias=False, name="conv1"),
+        nn.BatchNorm(name="bn1"),
+        nn.ReLU(name="relu"),
+        nn.MaxPool2D(3, stride=2, padding=1, name="maxpool"),
     ]
     before, channels = "maxpool", 64
     for stage, count in enumerate(block_counts):
@@ -153,41 +149,41 @@ def _resnet(
                 convolutions = [(3, width, stride), (3, width, 1)]
             layers += _residual_block(prefix, before, channels, convolutions)
             before, channels = f"{prefix}_relu", convolutions[-1][1]
-    layers += [GlobalAveragePool2D(name="avgpool"), Dense(classes, name="fc")]
-    return Network(layers, input_shape, seed=seed)
+    layers += [nn.GlobalAveragePool2D(name="avgpool"), nn.Dense(classes, name="fc")]
+    return nn.Network(layers, input_shape, seed=seed)
 
 
 def _residual_block(
     prefix: str, before: str, channels: int, convolutions: Sequence[tuple[int, int, int]]
-) -> list[Layer]:
+) -> list[nn.Layer]:
     """Return the layers of a residual block.
 
     The block reads the layer `before` with `channels` outputs. `convolutions` has the size, filters
     and stride of each. If the input and output shapes of the block differ, a 1x1 convolution
     projects the input to the output shape.
     """
-    layers: list[Layer] = []
+    layers: list[nn.Layer] = []
     shortcut, total_stride = before, 1
     for i, (size, filters, stride) in enumerate(convolutions, 1):
-        conv = Conv2D(
+        conv = nn.Conv2D(
             size, filters, stride=stride, padding=size // 2, bias=False, name=f"{prefix}_conv{i}"
         )
         conv.after = before if i == 1 else None
-        layers += [conv, BatchNorm(name=f"{prefix}_bn{i}")]
+        layers += [conv, nn.BatchNorm(name=f"{prefix}_bn{i}")]
         if i < len(convolutions):
-            layers.append(ReLU(name=f"{prefix}_relu{i}"))
+            layers.append(nn.ReLU(name=f"{prefix}_relu{i}"))
         total_stride *= stride
     filters = convolutions[-1][1]
     if total_stride > 1 or channels != filters:
         shortcut = f"{prefix}_downsample_1"
-        conv = Conv2D(1, filters, stride=total_stride, bias=False, name=f"{prefix}_downsample_0")
+        conv = nn.Conv2D(1, filters, stride=total_stride, bias=False, name=f"{prefix}_downsample_0")
         conv.after = before
-        layers += [conv, BatchNorm(name=shortcut)]
-    add = Add(inputs=(f"{prefix}_bn{len(convolutions)}", shortcut), name=f"{prefix}_add")
-    return [*layers, add, ReLU(name=f"{prefix}_relu")]
+        layers += [conv, nn.BatchNorm(name=shortcut)]
+    add = nn.Add(inputs=(f"{prefix}_bn{len(convolutions)}", shortcut), name=f"{prefix}_add")
+    return [*layers, add, nn.ReLU(name=f"{prefix}_relu")]
 
 
-def resnet18(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
+def resnet18(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> nn.Network:
     """Return ResNet-18, with 11,689,512 learnables for 1000 classes.
 
     The network has a 7x7 convolution and four stages of residual blocks. Each block has two 3x3
@@ -214,7 +210,7 @@ def resnet18(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int 
     return _resnet((2, 2, 2, 2), False, input_shape, classes, seed)
 
 
-def resnet34(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
+def resnet34(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> nn.Network:
     """Return ResNet-34, with 21,797,672 learnables for 1000 classes; see `resnet18`.
 
     Parameters
@@ -234,7 +230,7 @@ def resnet34(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int 
     return _resnet((3, 4, 6, 3), False, input_shape, classes, seed)
 
 
-def resnet50(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
+def resnet50(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> nn.Network:
     """Return ResNet-50, with 25,557,032 learnables for 1000 classes; see `resnet18`.
 
     A residual block has a 1x1, a 3x3 and another 1x1 convolution. As in torchvision, the 3x3
@@ -259,7 +255,7 @@ def resnet50(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int 
 
 def squeezenet1_1(
     input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0
-) -> Network:
+) -> nn.Network:
     """Return SqueezeNet 1.1, with 1,235,496 learnables for 1000 classes.
 
     A 3x3 convolution is followed by eight fire modules. A fire module reduces the channels of its
@@ -286,9 +282,9 @@ def squeezenet1_1(
     model size", 2016. Version 1.1, published in the repository of the authors, pools earlier.
     """
     sizes = [(int(n) - 3) // 2 + 1 for n in input_shape[1:]]
-    layers: list[Layer] = [
-        Conv2D(3, 64, stride=2, name="features_0"),
-        ReLU(name="features_1"),
+    layers: list[nn.Layer] = [
+        nn.Conv2D(3, 64, stride=2, name="features_0"),
+        nn.ReLU(name="features_1"),
     ]
     fires = [(16, 64), (16, 64), None, (32, 128), (32, 128), None]  # None stands for max pooling
     fires += [(48, 192), (48, 192), (64, 256), (64, 256)]
@@ -297,26 +293,26 @@ def squeezenet1_1(
         if fire is None:  # windows may extend beyond the image, as with ceil_mode in PyTorch
             bottom, right = ((n - 3) % 2 for n in sizes)
             sizes = [(n - 2) // 2 + 1 for n in sizes]
-            layers.append(MaxPool2D(3, 2, ((0, bottom), (0, right)), name=name))
+            layers.append(nn.MaxPool2D(3, 2, ((0, bottom), (0, right)), name=name))
             continue
         squeeze, expand = fire
         branches = f"{name}_expand1x1_activation", f"{name}_expand3x3_activation"
         layers += [
-            Conv2D(1, squeeze, name=f"{name}_squeeze"),
-            ReLU(name=f"{name}_squeeze_activation"),
-            Conv2D(1, expand, name=f"{name}_expand1x1"),
-            ReLU(name=branches[0]),
-            Conv2D(
+            nn.Conv2D(1, squeeze, name=f"{name}_squeeze"),
+            nn.ReLU(name=f"{name}_squeeze_activation"),
+            nn.Conv2D(1, expand, name=f"{name}_expand1x1"),
+            nn.ReLU(name=branches[0]),
+            nn.Conv2D(
                 3, expand, padding=1, name=f"{name}_expand3x3", after=f"{name}_squeeze_activation"
             ),
-            ReLU(name=branches[1]),
-            Concat(inputs=branches, name=name),
+            nn.ReLU(name=branches[1]),
+            nn.Concat(inputs=branches, name=name),
         ]
     layers += [
-        *(Dropout(name="classifier_0"), Conv2D(1, classes, name="classifier_1")),
-        *(ReLU(name="classifier_2"), GlobalAveragePool2D(name="classifier_3"), Flatten()),
+        *(nn.Dropout(name="classifier_0"), nn.Conv2D(1, classes, name="classifier_1")),
+        *(nn.ReLU(name="classifier_2"), nn.GlobalAveragePool2D(name="classifier_3"), nn.Flatten()),
     ]
-    return Network(layers, input_shape, seed=seed)
+    return nn.Network(layers, input_shape, seed=seed)
 
 
 # (expansion, filters, blocks, stride of the first block) of each stage of MobileNetV2
@@ -328,16 +324,16 @@ MOBILENET_STAGES = (
 
 def _conv_norm(
     prefix: str, size: int, filters: int, stride: int = 1, groups: int = 1, norm: str = ""
-) -> list[Layer]:
+) -> list[nn.Layer]:
     """Return a convolution and a batch normalization, which is named `norm` or else PREFIX_1."""
-    conv = Conv2D(size, filters, stride=stride, padding=size // 2, groups=groups, bias=False)
+    conv = nn.Conv2D(size, filters, stride=stride, padding=size // 2, groups=groups, bias=False)
     conv.name = prefix if norm else f"{prefix}_0"
-    return [conv, BatchNorm(name=norm or f"{prefix}_1")]
+    return [conv, nn.BatchNorm(name=norm or f"{prefix}_1")]
 
 
 def _inverted_residual(
     prefix: str, before: str, channels: int, expansion: int, filters: int, stride: int
-) -> list[Layer]:
+) -> list[nn.Layer]:
     """Return the layers of an inverted residual block of MobileNetV2.
 
     The addition at the end has the name `prefix`. The block expands the channels by `expansion`,
@@ -345,18 +341,20 @@ def _inverted_residual(
     """
     hidden = channels * expansion
     sizes = [(1, 1, 1)] * (expansion > 1) + [(3, stride, hidden)]  # (size, stride, groups)
-    layers: list[Layer] = []
+    layers: list[nn.Layer] = []
     for i, (size, step, groups) in enumerate(sizes):
         layers += _conv_norm(f"{prefix}_conv_{i}", size, hidden, step, groups)
-        layers.append(Clip(0, 6, name=f"{prefix}_conv_{i}_2"))
+        layers.append(nn.Clip(0, 6, name=f"{prefix}_conv_{i}_2"))
     i = len(sizes)
     is_residual = stride == 1 and channels == filters
     norm = f"{prefix}_conv_{i + 1}"
     layers += _conv_norm(f"{prefix}_conv_{i}", 1, filters, norm=norm)
-    return [*layers, Add(inputs=(before, norm), name=prefix)] if is_residual else layers
+    return [*layers, nn.Add(inputs=(before, norm), name=prefix)] if is_residual else layers
 
 
-def mobilenet_v2(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
+def mobilenet_v2(
+    input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0
+) -> nn.Network:
     """Return MobileNetV2, with 3,504,872 learnables for 1000 classes.
 
     The network consists of inverted residual blocks. A 1x1 convolution expands the channels, a 3x3
@@ -382,7 +380,7 @@ def mobilenet_v2(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: 
     See Sandler, Howard, Zhu, Zhmoginov and Chen, "MobileNetV2: Inverted residuals and linear
     bottlenecks", 2018, table 2.
     """
-    layers = [*_conv_norm("features_0", 3, 32, 2), Clip(0, 6, name="features_0_2")]
+    layers = [*_conv_norm("features_0", 3, 32, 2), nn.Clip(0, 6, name="features_0_2")]
     channels, number = 32, 1
     for expansion, filters, blocks, stride in MOBILENET_STAGES:
         for i in range(blocks):
@@ -393,13 +391,13 @@ def mobilenet_v2(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: 
             channels, number = filters, number + 1
     layers += _conv_norm(f"features_{number}", 1, 1280)
     layers += [
-        *(Clip(0, 6, name=f"features_{number}_2"), GlobalAveragePool2D(name="avgpool")),
-        *(Dropout(0.2, name="classifier_0"), Dense(classes, name="classifier_1")),
+        *(nn.Clip(0, 6, name=f"features_{number}_2"), nn.GlobalAveragePool2D(name="avgpool")),
+        *(nn.Dropout(0.2, name="classifier_0"), nn.Dense(classes, name="classifier_1")),
     ]
-    return Network(layers, input_shape, seed=seed)
+    return nn.Network(layers, input_shape, seed=seed)
 
 
-NETWORKS: dict[str, Callable[..., Network]] = {
+NETWORKS: dict[str, Callable[..., nn.Network]] = {
     create.__name__: create
     for create in (
         *(alexnet_torchvision, vgg11, vgg11_bn, vgg16, vgg16_bn, vgg19, vgg19_bn),

@@ -24,8 +24,8 @@ from bokeh.models import (
 )
 
 from mpidl.report import stop_file
+from mpidl.report.curves import binned, smoothed
 from mpidl.report.live import figures
-from mpidl.report.live.curves import binned, smoothed
 from mpidl.report.live.ranks_panel import RanksPanel
 from mpidl.report.live.run import LiveRun
 from mpidl.report.progress.rows import clock

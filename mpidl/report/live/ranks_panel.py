@@ -17,7 +17,7 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from mpidl.report.live.curves import number
+from mpidl.report.curves import number
 from mpidl.report.live.run import LiveRun
 from mpidl.text import printable
 

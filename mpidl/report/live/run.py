@@ -12,7 +12,7 @@ from typing import Any
 
 from mpidl.errors import UserError
 from mpidl.report import run_files, status, stop_file
-from mpidl.report.live.curves import Columns, number
+from mpidl.report.curves import Columns, number
 from mpidl.report.live.folder import Folder
 from mpidl.report.live.tail import FILE, Tail
 from mpidl.report.progress.rows import clock

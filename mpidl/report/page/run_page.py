@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpidl.report import svg_charts
-from mpidl.report.page.elements import Content, element, page, table
+from mpidl.report.elements import Content, element, page, table
 from mpidl.report.progress.rows import clock
 from mpidl.report.run_files import TIMES, ConfusionTable, RunFiles
 

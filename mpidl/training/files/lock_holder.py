@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
-from mpidl.jobs import job_process
+from mpidl import startup
 from mpidl.text import printable
 
 MAX_TEXT = 200  # largest number of characters in a string of a lock file
@@ -74,8 +74,8 @@ class Holder:
             since=time.time(),
             job=f"{job} of cluster {cluster}" if job and cluster else job,
             restart=_number(environment.get("SLURM_RESTART_COUNT", "")),
-            launch=environment.get(job_process.VARIABLE, ""),
-            start=_number(environment.get(job_process.START_VARIABLE, "")),
+            launch=environment.get(startup.JOB_TOKEN, ""),
+            start=_number(environment.get(startup.JOB_START, "")),
         )
 
     def renamed(self) -> Holder:

@@ -13,7 +13,6 @@ from PIL import Image
 import mpidl as dl
 from mpidl.data import ImageFolder
 from mpidl.files import open_regular, sha256_of_file
-from mpidl.interchange import network_files
 
 
 @pytest.mark.parametrize("suffix", [".png", ".bmp", ".tif", ".TIFF"])
@@ -174,12 +173,6 @@ def test_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path):
         assert refusal(read, pipe) == f"{pipe}: the file cannot be read: {text}"
     assert refusal(dl.load_model, pipe).endswith(text)
     assert refusal(sha256_of_file, pipe).endswith(text)
-    for suffix in ("safetensors", "onnx", "h5"):
-        os.mkfifo(model := tmp_path / f"pipe.{suffix}")
-        assert refusal(network_files.load, model).endswith(text)
-        if suffix != "onnx":
-            net = dl.Network([dl.ReLU()], (1, 2, 2))
-            assert refusal(dl.load_weights, net, model).endswith(text)
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / "metrics.jsonl")
     assert refusal(dl.history, tmp_path / "run").endswith(text)

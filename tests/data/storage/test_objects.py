@@ -126,7 +126,7 @@ def test_every_format_has_the_images_of_local_files(put, cache, tmp_path):
     grow(tmp_path / "split" / "more")
     url = put(tmp_path / "split")
     assert refusal(open_data, url).startswith(f"{url}: found images in more/ beside train/")
-    settings.configure()
+    settings.configure_storage()
 
 
 @pytest.mark.parametrize("cache", [False, True])
@@ -149,7 +149,7 @@ def test_packs_of_image_files_and_shards(put, reads, cache, tmp_path):
             remote.read([2, 3])
             rows = 2 * 30 if name.startswith("decoded") else int(folder.sizes[2:4].sum())
             assert sum(stop - start for start, stop in reads) == rows
-    settings.configure()
+    settings.configure_storage()
     shutil.copytree(tmp_path / "packs", tmp_path / "fewer")
     name = "encoded-3-00002-of-00003.bin"
     (tmp_path / "fewer" / name).unlink()

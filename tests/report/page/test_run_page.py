@@ -9,8 +9,8 @@ import pytest
 from image_sets import refusal
 
 import mpidl as dl
-from mpidl.cli import report
 from mpidl.report import Metrics, run_files
+from mpidl.report.page import command as report
 
 EVIL = '<script>alert("1")</script>'
 

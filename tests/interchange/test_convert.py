@@ -10,9 +10,9 @@ import safetensors.numpy
 from image_sets import refusal
 
 import mpidl as dl
-from mpidl.cli import convert
 from mpidl.data.transforms.normalize import Normalization
 from mpidl.errors import Fault
+from mpidl.interchange import command as convert
 from mpidl.interchange import network_files
 from mpidl.nn import zoo
 from mpidl.training.files.model_file import weights_sha256

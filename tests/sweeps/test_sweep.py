@@ -13,7 +13,7 @@ from limits import wait_until
 
 import mpidl as dl
 from mpidl.ranks import groups
-from mpidl.training import sweep
+from mpidl.sweeps import sweep
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (90, 1, 8, 8), dtype=np.uint8)
 

@@ -3,10 +3,10 @@
 import pytest
 
 import mpidl as dl
-from mpidl.cli import scaling
+from mpidl.comm.simulation import Link
 from mpidl.errors import Fault
+from mpidl.performance import command as scaling
 from mpidl.performance import prediction, study
-from mpidl.performance.simulation import Link
 from mpidl.ranks import failure, thread_budget
 
 

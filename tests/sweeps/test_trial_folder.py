@@ -2,7 +2,8 @@
 
 import pytest
 
-from mpidl.training.files.trial_folder import (
+from mpidl.sweeps.sweep_file import Sweep
+from mpidl.sweeps.trial_folder import (
     COMPLETE,
     FAILED,
     RUNNING,
@@ -10,7 +11,6 @@ from mpidl.training.files.trial_folder import (
     TrialFolder,
     folders_of,
 )
-from mpidl.training.options.sweep_file import Sweep
 
 
 def folders(count):

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mpidl.cli import arguments, scaling_probe, start
+from mpidl.cli import arguments, start
 from mpidl.cli.parser import DESCRIBE, RUN, Parser, count, rank_counts, typed_command
+from mpidl.comm.simulation import Link
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, UserError
-from mpidl.jobs.launcher import launcher
-from mpidl.performance import figures, prediction, report, results, study
-from mpidl.performance.simulation import Link
+from mpidl.launcher import launcher
+from mpidl.performance import command_probe, figures, prediction, report, results, study
 from mpidl.ranks import failure, thread_budget
 from mpidl.ranks.thread_budget import available_cores
 from mpidl.report.progress.rows import clock
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parse(argv, quiet=failure.launched_rank() > 0)
     parsed = command.parsed
     if parsed.probe is not None:
-        return scaling_probe.main(parsed.probe, command.typed, float(parsed.probe_seconds))
+        return command_probe.main(parsed.probe, command.typed, float(parsed.probe_seconds))
     if any(int(os.environ.get(name) or 1) > 1 for name in failure.LAUNCHERS):
         raise UserError(
             "scaling starts the ranks itself: run it without mpirun, as "

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from image_sets import refusal
 
-from mpidl.training.options import sweep_file
+from mpidl.sweeps import sweep_file
 from mpidl.training.options.configuration import DECLARED
 
 

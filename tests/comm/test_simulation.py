@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from mpidl.comm import exchange
+from mpidl.comm import exchange, simulation
+from mpidl.comm.simulation import Link, Network, Simulation
 from mpidl.core import fold
-from mpidl.performance import simulation
-from mpidl.performance.simulation import Link, Network, Simulation
 
 OVERHEAD, LATENCY, PER_BYTE, COMBINED, FIXED = 2e-6, 5e-6, 1e-9, 3e-10, 4e-5
 FLAT = Network(OVERHEAD, Link(LATENCY, PER_BYTE), Link(LATENCY, PER_BYTE), COMBINED, FIXED)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from mpidl.errors import UserError
 from mpidl.files import reason, write_whole
+from mpidl.sweeps.sweep_file import Sweep, changed_options
 from mpidl.training.files import checkpoint
-from mpidl.training.options.sweep_file import Sweep, changed_options
 
 RECORD, LOG, SUMMARY = "trial.json", "console.log", "summary.json"
 WAITING, RUNNING, COMPLETE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"

@@ -8,7 +8,8 @@ import pytest
 from image_sets import refusal
 from PIL import Image
 
-from mpidl.report import plots, sweep_table
+from mpidl.report import plots
+from mpidl.sweeps import sweep_table
 
 
 def row(trial, state="done", rate=0.1, **values):

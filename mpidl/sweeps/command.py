@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from mpidl.cli import arguments, train
+from mpidl.cli import arguments, train_run
 from mpidl.cli.parser import Parser, count
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, FolderInUse, LostLock, UserError
@@ -14,13 +14,11 @@ from mpidl.ranks import failure
 from mpidl.ranks.groups import Group, describe
 from mpidl.ranks.world import World
 from mpidl.report import stop_file
-from mpidl.report import sweep_table as report
 from mpidl.report.progress.rows import clock
-from mpidl.text import printable
-from mpidl.training import sweep as dispatch
-from mpidl.training.files import checkpoint, trial_folder
-from mpidl.training.files.run_lock import RunLock
-from mpidl.training.files.trial_folder import (
+from mpidl.sweeps import sweep as dispatch
+from mpidl.sweeps import sweep_file, trial_folder
+from mpidl.sweeps import sweep_table as report
+from mpidl.sweeps.trial_folder import (
     COMPLETE,
     FAILED,
     RUNNING,
@@ -28,7 +26,10 @@ from mpidl.training.files.trial_folder import (
     WAITING,
     TrialFolder,
 )
-from mpidl.training.options import sweep_file, training_options
+from mpidl.text import printable
+from mpidl.training.files import checkpoint
+from mpidl.training.files.run_lock import RunLock
+from mpidl.training.options import training_options
 
 EXIT_CODES = """\
 exit codes: 0 success; 1 a trial failed, or an error; 2 invalid options or file; 75 trials were
@@ -234,7 +235,7 @@ class Command:
             with folder.log(), failure.Signals() as trial_signals:
                 trial_signals.name = signals.name
                 try:
-                    return train.train(typed, world, trial_signals, lock)
+                    return train_run.train(typed, world, trial_signals, lock)
                 except Exception as error:
                     dispatch.print_traceback(error)
                     if isinstance(error, (UserError, Fault)) and world.rank == 0:

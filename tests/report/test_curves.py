@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mpidl.report.live.curves import Columns, binned, number, smoothed
+from mpidl.report.curves import Columns, binned, number, smoothed
 
 
 def test_columns_hold_the_numbers_of_records():

@@ -15,11 +15,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpidl import startup
 from mpidl.cli import arguments, start
 from mpidl.cli.parser import DESCRIBE, Parser, typed_command
 from mpidl.errors import Fault, UserError
 from mpidl.files import reason
-from mpidl.jobs.job_process import POLL_SECONDS, START_VARIABLE, JobProcess
+from mpidl.jobs.job_process import POLL_SECONDS, JobProcess
 from mpidl.jobs.job_words import JobCommand
 from mpidl.options.declaration import at_least, check_value
 from mpidl.ranks import failure
@@ -133,7 +134,7 @@ class Supervisor:
         for count in range(self.restarts + 1):
             before, begin = self._checkpoint(), time.monotonic()
             words = [*self.command.start, *self._options()]
-            environment = {**self.environment, START_VARIABLE: str(count + 1)}
+            environment = {**self.environment, startup.JOB_START: str(count + 1)}
             job = JobProcess(words, environment, self._token)
             is_local = self.command.launcher is not None and not self.command.hosts
             code = job.wait(self.signals, is_local and not self.command.uses_srun)

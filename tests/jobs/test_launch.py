@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from mpidl.cli import launch
 from mpidl.errors import Fault, UserError
+from mpidl.jobs import command as launch
 from mpidl.jobs.job_words import JobCommand
 from mpidl.ranks import failure
 

@@ -1,0 +1,1 @@
+from mpidl.comm.world import World as World

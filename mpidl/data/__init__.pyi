@@ -1,0 +1,21 @@
+from mpidl.data.array_datastore import ArrayDatastore as ArrayDatastore
+from mpidl.data.combined import combined as combined
+from mpidl.data.datastore import Datastore as Datastore
+from mpidl.data.formats import *
+from mpidl.data.formats.cells import cells as cells
+from mpidl.data.formats.digits import digit_angles as digit_angles
+from mpidl.data.formats.digits import digits as digits
+from mpidl.data.loading.bad_images import BadImages as BadImages
+from mpidl.data.loading.cache import NodeCache as NodeCache
+from mpidl.data.queue import MinibatchQueue as MinibatchQueue
+from mpidl.data.registry import open_data as open_data
+from mpidl.data.registry import open_test_data as open_test_data
+from mpidl.data.registry import open_validation_data as open_validation_data
+from mpidl.data.storage.settings import configure_storage as configure_storage
+from mpidl.data.transforms.augment import Augmenter as Augmenter
+from mpidl.data.transforms.mixing import Mixing as Mixing
+from mpidl.data.transforms.normalize import Normalization as Normalization
+from mpidl.data.transforms.normalize import normalization as normalization
+from mpidl.data.transforms.normalize import statistics as statistics
+from mpidl.data.transforms.preprocess import Preprocess as Preprocess
+from mpidl.data.transforms.preprocess import preprocessed as preprocessed

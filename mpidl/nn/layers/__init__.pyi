@@ -1,0 +1,13 @@
+from mpidl.nn.layers.activation import *
+from mpidl.nn.layers.base import Built as Built
+from mpidl.nn.layers.base import Layer as Layer
+from mpidl.nn.layers.base import LayerContext as LayerContext
+from mpidl.nn.layers.base import Weighted as Weighted
+from mpidl.nn.layers.base import glorot_uniform as glorot_uniform
+from mpidl.nn.layers.convolution import *
+from mpidl.nn.layers.dense import *
+from mpidl.nn.layers.dropout import *
+from mpidl.nn.layers.joins import *
+from mpidl.nn.layers.normalization import *
+from mpidl.nn.layers.pooling import *
+from mpidl.nn.layers.shape import *

@@ -1,0 +1,1 @@
+"""Train many models at once: trials of a file or of a function, on groups of ranks."""

@@ -1,0 +1,65 @@
+"""The wings: features that neither a reader of the core nor a rank that trains needs.
+
+A wing is one folder. The other rooms import it only inside the functions that need it, so they work
+without it. To remove a wing, delete its folder, its tests and its line in `WINGS`.
+"""
+
+from importlib.machinery import ModuleSpec
+from typing import NamedTuple
+
+from mpidl.errors import UserError
+
+
+class Wing(NamedTuple):
+    """What a wing does, and the command that its module `command` defines."""
+
+    purpose: str
+    command: str
+    summary: str  # of the command
+
+
+WINGS = {  # {folder in mpidl/, with dots: wing}
+    "interchange": Wing(
+        "weights and networks as safetensors and ONNX",
+        *("convert", "Convert networks between file formats"),
+    ),
+    "sweeps": Wing(
+        "many models at once, on groups of ranks",
+        *("sweep", "Train many models on groups of ranks"),
+    ),
+    "jobs": Wing(
+        "ranks started from a notebook, and jobs that start again after they have died",
+        *("launch", "Start a training again if it dies"),
+    ),
+    "performance": Wing(
+        "scaling studies and predictions of the speed",
+        *("scaling", "Measure and predict the speed on many numbers of ranks"),
+    ),
+    "report.live": Wing(
+        "the live page of runs", *("monitor", "Show runs in a browser, and stop them")
+    ),
+    "report.page": Wing(
+        "pages about finished runs",
+        *("report", "Show the results of runs, or write a page about them"),
+    ),
+}
+
+
+class MissingWing(UserError, ModuleNotFoundError):
+    """Raised by the import of a wing that has been removed."""
+
+
+class WingFinder:
+    """The last finder of modules, which explains that a wing is missing."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Raise MissingWing for the folder of a wing, which no other finder has found."""
+        folder = name.removeprefix("mpidl.")
+        if folder in WINGS and name != folder:
+            raise MissingWing(
+                f"expected the folder {name.replace('.', '/')}/ ({WINGS[folder].purpose}), which "
+                "this copy of mpidl does not have",
+                name=name,
+            )
+        return None
