@@ -75,7 +75,8 @@ class ListedFolder(FileFinder):
     """Finds the modules in the folder of an installed package; refuses other folders."""
 
     def __init__(self, path: str) -> None:
-        if not any(path == folder or path.startswith(folder + os.sep) for folder in _installed()):
+        is_installed = any(path == f or path.startswith(f + os.sep) for f in _installed())
+        if not is_installed or path.endswith(tuple(SOURCE_SUFFIXES)):  # such as in runpy.run_path
             raise ImportError(f"not the folder of an installed package: {path}", path=path)
         super().__init__(path, *((loader, [suffix]) for loader, suffix in LOADERS))
 

@@ -1,1 +1,0 @@
-from mpidl.comm.world import World as World
