@@ -18,7 +18,7 @@ FILES = ("mpidl_command.py", "pyproject.toml", "setup.cfg", "setup.py", "README.
 REST = (
     *("test_imports.py::test_the_package_follows_the_rules", "test_lazy.py", "test_startup.py"),
     *("cli/test_arguments.py", "cli/test_predict_command.py", "cli/test_start.py"),
-    *("cli/test_train_command.py", "comm/test_exchange.py", "nn/test_network.py"),
+    *("comm/test_exchange.py", "nn/test_network.py"),
     *("report/test_history.py", "report/test_svg_charts.py", "training/files/test_run_folder.py"),
     *("training/files/test_lock_holder.py", "training/test_trainer.py"),
     *("interchange/test_weights.py", "jobs/test_job_words.py", "performance/test_model.py"),
