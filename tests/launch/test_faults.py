@@ -117,7 +117,8 @@ def test_a_rank_that_stops_answering(pictures, tmp_path):
         assert_gone(pids.values())
     assert result.returncode not in (0, jobs.STOPPED)
     first, second, *_ = jobs.error_lines(result)
-    text = r"mpidl: epoch \d+, iteration \d+: .* did not complete within 1 s \(--timeout\)\."
+    # On a busy machine, the watchdog may be first, which finds that MPI itself does not return.
+    text = r"mpidl: epoch \d+, iteration \d+: .* did not complete within 1 s( \(--timeout\)\.)?"
     assert re.fullmatch(text, first)
     name = f"  rank 1 on host {socket.gethostname()} (process {pids[1]}) does not answer: "
     assert second.startswith(f"{name}its process is stopped (SIGSTOP); last activity: epoch ")
