@@ -16,6 +16,7 @@ import threading
 import numpy as np
 
 from mpidl.backends import declarations, settings
+from mpidl.core.blocks import LANES
 from mpidl.errors import UserError
 
 # The Linux names of the CPU features that each build needs. The best build comes first.
@@ -343,6 +344,8 @@ def load(build):
     path = path_of(build)
     if build not in built():
         raise UserError(f"no {path}: {how_to_build()}")
+    if LANES != 16:  # as in kernels/cpu/lanes.h
+        raise UserError(f"{path}: compiled for blocks of 16 images, found blocks of {LANES}")
     return _load(path, build)
 
 

@@ -211,3 +211,12 @@ def test_a_library_of_other_sources_is_refused(tmp_path):
         line = refusal(getattr, library, name)
         assert f"compiled from sources of another version (mpidl_{name} differs)" in line
     assert library.compiler()
+
+
+@needs_kernels
+def test_kernels_refuse_blocks_of_another_size(monkeypatch):
+    """They would write beyond the arrays."""
+    monkeypatch.setattr(builds, "LANES", 8)
+    with pytest.raises(UserError, match="compiled for blocks of 16 images, found blocks of 8"):
+        builds.load(builds.built()[0])
+    assert builds.choose() == ["numpy"]
