@@ -98,11 +98,11 @@ def warnings(world: World, batch_size: int) -> list[str]:
     lines = arithmetic(world)
     if world.rank:
         return []
-    blocks = -(-batch_size // 16)
+    blocks = blocks_of(batch_size)
     if world.size > blocks:
         idle = world.size - blocks
         lines.append(
-            f"warning: {world.size} ranks share {blocks} block(s) of 16 images, so {idle} "
+            f"warning: {world.size} ranks share {blocks} block(s) of {LANES} images, so {idle} "
             f"{'rank is' if idle == 1 else 'ranks are'} idle; a larger --batch-size would use them"
         )
     return lines + slow_mpi(world)

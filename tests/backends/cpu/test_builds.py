@@ -10,6 +10,7 @@ from image_sets import refusal
 
 from mpidl.backends import declarations
 from mpidl.backends.cpu import builds
+from mpidl.errors import UserError
 
 needs_kernels = pytest.mark.skipif(
     not builds.built(), reason="no kernels: python kernels/build.py compiles them"
