@@ -12,6 +12,7 @@ from typing import Any
 from mpidl import data, losses
 from mpidl.backends.cpu import builds
 from mpidl.cli import user_files
+from mpidl.core.blocks import LANES, blocks_of
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats.hdf5 import is_hdf5
 from mpidl.data.storage.settings import refuse_remote
