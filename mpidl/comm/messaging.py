@@ -222,8 +222,8 @@ class Messaging:
         """
         pending = self.start(tree, matrix, combine)
         self.wait(pending)
-        assert pending.root is not None
-        return pending.root
+        root: np.ndarray = pending.root
+        return root
 
     def start(
         self, tree: Tree, matrix: np.ndarray, combine: Combine, name: str = ""

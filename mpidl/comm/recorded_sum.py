@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from mpidl.backends.cpu.recorder import Recorder
     from mpidl.comm.exchange import Combine
     from mpidl.comm.messaging import Messaging
-    from mpidl.comm.reducer import PendingExchange, Piece
+    from mpidl.comm.reducer import Piece
     from mpidl.comm.sum_queue import HostSum
     from mpidl.core.fold import Tree
 
@@ -59,15 +60,16 @@ class RecordedSum:
             (size, [recorder.place(np.asarray(n)) for n in nodes]) for size, nodes in pieces
         ]
         self._target = recorder.target(self.root)
-        self._sum: HostSum | None = None
-        self._pending: PendingExchange | None = None
+        self._sum: HostSum  # which replays compute in memory
+        self._pending: Any = None  # the exchange of a replay, from its start to its wait
         self._memory = memory = sums_memory(world, tree, combine, dtype)
         recorder.owners.append(self)
         recorder.at_end(self._bind)
         if memory is None:
             recorder.call_python(self._start)
         else:
-            recorder.at_end(lambda: recorder.waits.update({self._address(): self._wait_in_memory}))
+            wait = functools.partial(self._wait_in_memory, memory)
+            recorder.at_end(lambda: recorder.waits.update({self._address(): wait}))
             recorder.call("sums_start", address_of(memory.up.words), self._address)
 
     def wait(self, recorder: Recorder) -> None:
@@ -79,7 +81,7 @@ class RecordedSum:
         recorder.written(self.root)
         self._pieces = None
 
-    def _bind(self):
+    def _bind(self) -> None:
         """Prepare the replays: the addresses of the nodes and of the root are known."""
         tree, combine, _ = self._arguments
         self._pieces = [(size, [p.view() for p in places]) for size, places in self._places]
@@ -87,34 +89,34 @@ class RecordedSum:
         if self._memory is not None:
             self._sum = self._memory.sum_over_all(tree, self._pieces, combine, self._target.view())
 
-    def _address(self):
+    def _address(self) -> Any:
         return address_of(self._sum.words)
 
-    def _start(self):
+    def _start(self) -> None:
         tree, combine, dtype = self._arguments
         self._pending = self._world.start_sum(
             tree, self._pieces, combine, dtype, out=self._target.view()
         )
 
-    def _wait(self):
+    def _wait(self) -> None:
         pending, self._pending = self._pending, None
         self._world.wait(pending)
         root, target = pending.root, self._target.view()
         if address_of(root) != address_of(target):
             target[...] = root
 
-    def _wait_in_memory(self):
+    def _wait_in_memory(self, memory: HostMemory) -> None:
         """Wait for a sum that was not complete after the limited wait in a kernel call."""
 
-        def is_complete():
-            self._memory.up.advance()
+        def is_complete() -> bool:
+            memory.up.advance()
             return self._sum.is_complete
 
         transport = self._world.transport
         try:
             transport.wait_until(is_complete, "a sum over the ranks", self._world.progress)
         except BaseException:
-            self._memory.leave(self, self._slab)  # other ranks may still use the memory
+            memory.leave(self, self._slab)  # other ranks may still use the memory
             raise
 
 

@@ -16,9 +16,11 @@ from mpidl.core.device_array import OnDevice
 from mpidl.core.fold import Partial, add
 
 if TYPE_CHECKING:
+    from mpidl.comm.recorded_sum import RecordedSum
     from mpidl.comm.world import World
 
 Piece = tuple[int, Sequence[np.ndarray]]  # one value in a sum: its size, and this rank's nodes
+Entry = tuple[Any, int, int]  # one term in a bucket: its name, its index and its size
 BUCKET_BYTES = 1 << 18  # size of a full bucket in bytes; a large gradient fills a bucket by itself
 
 
@@ -49,7 +51,7 @@ class PendingExchange:
         self._steps, self._name, self._nbytes = steps, name, nbytes
         self._start = phases.now()
         self.requests: Sequence[Any] | Callable[[], bool] = []
-        self.root: np.ndarray | None = None
+        self.root: Any = None
         self.is_complete = False
         self.advance()
 
@@ -95,12 +97,13 @@ class Reducer:
         kernel_hook: Callable[[], None] | None = None,
     ) -> None:
         self.world, self.bucket_bytes = world, bucket_bytes
-        self._values, self._buckets = {}, []
+        self._values: dict[str, Any] = {}
+        self._buckets: list[tuple[list[Entry], PendingExchange | RecordedSum]] = []
         self._has_hook = kernel_hook is not None and world.size > 1
-        if self._has_hook:
-            self._watch(lambda: self._advance(kernel_hook))
-        self._bucket: list[tuple] = []
-        self._bucket_key: tuple | None = None
+        if kernel_hook is not None and self._has_hook:
+            self._watch(functools.partial(self._advance, kernel_hook))
+        self._bucket: list[tuple[str, int, Sequence[np.ndarray], int]] = []
+        self._bucket_key: tuple[Any, ...] = ()  # tree, operation and dtype of the bucket's terms
         self._filled_bytes = 0
 
     def push(self, name: str, value: Partial | Any) -> None:
@@ -150,14 +153,14 @@ class Reducer:
                 self._send_bucket()
         self._record(self._advance, self.world.progress)
 
-    def _send_bucket(self):
+    def _send_bucket(self) -> None:
         """Start the exchange of the current bucket."""
         tree, combine, dtype = self._bucket_key
-        entries = [(name, index, size) for name, index, _, size in self._bucket]
+        entries: list[Entry] = [(name, index, size) for name, index, _, size in self._bucket]
         pieces = [(size, nodes) for *_, nodes, size in self._bucket]
         names = [name for name, *_ in entries if isinstance(name, str) and name]
         title = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
-        self._bucket, self._bucket_key, self._filled_bytes = [], None, 0
+        self._bucket, self._bucket_key, self._filled_bytes = [], (), 0
         self._buckets.append((entries, self.world.start_sum(tree, pieces, combine, dtype, title)))
 
     def progress(self) -> None:
@@ -165,13 +168,13 @@ class Reducer:
         if builds.recorder() is None:
             self._advance(self.world.progress)
 
-    def _watch(self, progress):
+    def _watch(self, progress: Callable[[], None] | None) -> None:
         """Let kernels call progress(), or no function, from now on."""
         if builds.recorder() is None:
             builds.watch(progress)
         self._record(builds.watch, progress)
 
-    def _record(self, function, argument):
+    def _record(self, function: Callable[[Any], None], argument: Any) -> None:
         """While a step is recorded, let its replays call function(argument) if they send messages.
 
         If all ranks share memory, kernels of replays advance the sums themselves.
@@ -180,7 +183,7 @@ class Reducer:
         if self._has_hook and recorder is not None and self.world.sends_messages():
             recorder.call_python(functools.partial(function, argument))
 
-    def _advance(self, progress):
+    def _advance(self, progress: Callable[[], None]) -> None:
         if self.world.pending_exchanges:
             with phases.Phase(phases.SUM, "progress", phases.BRIEF):
                 progress()
@@ -193,7 +196,7 @@ class Reducer:
             self._watch(None)
         if self._bucket:
             self._send_bucket()
-        roots = {}
+        roots: dict[tuple[str, int], np.ndarray] = {}
         for entries, pending in self._buckets:
             self.world.wait(pending)
             roots |= parts_of(entries, pending.root)
@@ -201,7 +204,9 @@ class Reducer:
         self._values, self._buckets = {}, []
         return sums
 
-    def _totals(self, values, roots):
+    def _totals(
+        self, values: dict[str, Any], roots: dict[tuple[str, int], np.ndarray]
+    ) -> dict[str, Any]:
         """Return all sums {name: array}, given the roots {(name, index of a term): root}."""
         sums = self._sums_on_devices()
         for name, value in values.items():
@@ -212,14 +217,15 @@ class Reducer:
             sums[name] = value
         return {name: sums[name] for name in values}
 
-    def _sums_on_devices(self):
+    def _sums_on_devices(self) -> dict[str, Any]:
         """Sum the values that are on a GPU, and return {name: array}."""
         values = {name: value for name, value in self._values.items() if not is_on_host(value)}
         if not values:
             return {}
         from mpidl.backends.gpu import sums
 
-        return sums.gplus(values, self.world)
+        totals: dict[str, Any] = sums.gplus(values, self.world)
+        return totals
 
 
 def total_of(value: Partial, roots: Sequence[np.ndarray]) -> np.ndarray:
@@ -246,9 +252,7 @@ def packed(pieces: Sequence[Piece], rows: int, dtype: np.dtype) -> np.ndarray:
     return matrix
 
 
-def parts_of(
-    entries: Sequence[tuple[Any, int, int]], root: np.ndarray
-) -> dict[tuple[Any, int], np.ndarray]:
+def parts_of(entries: Sequence[Entry], root: np.ndarray) -> dict[tuple[Any, int], np.ndarray]:
     """Divide the root of a bucket into its terms; return {(name, index of the term): values}."""
     stops = np.cumsum([size for *_, size in entries])
     return {

@@ -29,6 +29,7 @@ import numpy as np
 from mpidl.comm import exchange, host_memory, sum_plans
 from mpidl.core import fold
 
+Message = tuple[float, float, np.ndarray | None]  # arrival, seconds of the transfer, content
 SEGMENT = 64  # maximum number of simulated elements per rank; each may represent several elements
 
 
@@ -62,7 +63,7 @@ class _Receive:
 
     __slots__ = ("source", "tag", "array")
 
-    def __init__(self, source, tag, array):
+    def __init__(self, source: int, tag: int, array: np.ndarray) -> None:
         self.source, self.tag, self.array = source, tag, array
 
 
@@ -102,7 +103,7 @@ class SimulatedRank:
         # Simulated time of this rank in seconds.
         self.clock = self.send_port_free = self.receive_port_free = 0.0
         self.messages, self.bytes = 0, 0.0
-        self.inbox: dict[tuple[int, int], list] = {}  # {(source, tag): messages in order}
+        self.inbox: dict[tuple[int, int], list[Message]] = {}  # by source and tag, in order
         self.waiting: dict[tuple[int, int], _Process] = {}
 
     def isend(self, array: np.ndarray, dest: int, tag: int) -> None:
@@ -164,7 +165,7 @@ class SimulatedRank:
         self.clock += seconds
 
 
-def _check_fit(content, array):
+def _check_fit(content: np.ndarray, array: np.ndarray) -> None:
     if content.size != array.size or content.dtype != array.dtype:
         raise ValueError(
             f"expected a message of {array.size} {array.dtype} values, got {content.size} of "
@@ -177,12 +178,13 @@ class _Process:
 
     __slots__ = ("rank", "steps", "requests", "missing", "root", "is_complete")
 
-    def __init__(self, rank, steps):
+    def __init__(self, rank: SimulatedRank, steps: Generator[Any, None, np.ndarray]) -> None:
         self.rank, self.steps = rank, steps
         self.requests: Sequence[Any] = ()
-        self.missing, self.root, self.is_complete = 0, None, False
+        self.root: Any = None  # until the exchange is complete
+        self.missing, self.is_complete = 0, False
 
-    def advance(self):
+    def advance(self) -> None:
         """Run the generator until it waits for a message that has not been sent, or ends."""
         while True:
             self.rank.receive(self.requests)
@@ -255,14 +257,21 @@ class Simulation:
 class _SharedMemory:
     """A model of the sums that `comm.host_memory.HostMemory` computes on one compute node."""
 
-    def __init__(self, simulation, hosts, node):
+    def __init__(self, simulation: Simulation, hosts: Sequence[fold.Range], node: int) -> None:
         first, stop = hosts[node]
         self.simulation, self.hosts, self.node = simulation, hosts, node
         self.network, self.size = simulation.network, stop - first
         latency = self.network.inside.latency if self.size > 1 else 0.0
         self.placed, self.folded, self.passed = (Meeting(self.size, latency) for _ in range(3))
 
-    def steps(self, transport, tree, matrix, combine, combine_nodes):
+    def steps(
+        self,
+        transport: Any,
+        tree: fold.Tree,
+        matrix: np.ndarray,
+        combine: exchange.Combine,
+        combine_nodes: exchange.Combine,
+    ) -> Generator[Any, None, Any]:
         """Return the generator of a sum on a rank of the compute node."""
         network, (first, stop) = self.network, self.hosts[self.node]
         nbytes = matrix.shape[1] * matrix.itemsize * self.simulation.bytes_per_byte
@@ -310,7 +319,14 @@ def exchange_seconds(
 
 
 @lru_cache(maxsize=4096)
-def _seconds(runs, width, itemsize, network, combine, algorithm):
+def _seconds(
+    runs: tuple[fold.Range, ...],
+    width: int,
+    itemsize: int,
+    network: Network,
+    combine: exchange.Combine,
+    algorithm: exchange.Algorithm | None,
+) -> float:
     size, leaves = len(runs), runs[-1][1]
     if size == 1:
         return 0.0
@@ -329,8 +345,8 @@ def _seconds(runs, width, itemsize, network, combine, algorithm):
     ranges = [(first, min(first + network.ranks_per_node, size)) for first in starts]
     hosts = [_SharedMemory(simulation, ranges, node) for node in range(len(ranges))]
 
-    def on(transport):
-        def combine_nodes(left, right):
+    def on(transport: Any) -> Any:
+        def combine_nodes(left: np.ndarray, right: np.ndarray) -> np.ndarray:
             transport.spend(left.nbytes * factor * network.per_combined_byte)
             return left
 

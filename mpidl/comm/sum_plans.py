@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from mpidl.core import fold
-from mpidl.core.fold import Tree
+from mpidl.core.fold import Range, Tree
 
+Pairs = Sequence[tuple[int, int]]
 SLOT_BYTES, LINE = 1 << 16, 64  # sizes of a slot and of a cache line
 # {(operation, type): kind of the sum in sums.c}
 FLOATS, DOUBLES, MOMENTS = range(3)
@@ -45,7 +47,8 @@ def plan_of(tree: Tree, ranks: tuple[int, int], rank: int, width: int, kind: int
     ndarray of int64
         The plan. Its results are the largest nodes whose blocks all belong to this host.
     """
-    places, ranges = [], []
+    places: list[tuple[int, int]] = []
+    ranges: list[Range] = []
     for member in range(ranks[1] - ranks[0]):
         nodes = tree.nodes[ranks[0] + member]
         places += [(member, row) for row in range(len(nodes))]
@@ -61,13 +64,14 @@ def broadcast_plan(root: int, rank: int, width: int, kind: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=256)
-def count_nodes(tree):
+def count_nodes(tree: Tree) -> int:
     return sum(map(len, tree.nodes))
 
 
-def _joins_of(tree, ranges):
+def _joins_of(tree: Tree, ranges: Sequence[Range]) -> tuple[Pairs, Sequence[int]]:
     """Return the pairs (left, right) of nodes to combine, and the nodes that hold the results."""
-    stack, joins = [], []
+    stack: list[tuple[int, int]] = []
+    joins: list[tuple[int, int]] = []
     for node, (start, stop) in enumerate(ranges):
         stack.append((node, start))
         while len(stack) > 1 and tree.joins(stack[-2][1], stop):
@@ -76,7 +80,9 @@ def _joins_of(tree, ranges):
     return joins, [node for node, _ in stack]
 
 
-def _plan(places, joins, results, rank, width, kind):
+def _plan(
+    places: Pairs, joins: Pairs, results: Sequence[int], rank: int, width: int, kind: int
+) -> np.ndarray:
     item, size, fixed_bytes = (4 if kind == FLOATS else 8), width, 0
     if kind == MOMENTS:  # a chunk of moments has the count, and the mean and M2 of some channels
         item, size, fixed_bytes = 16, width // 2, 8

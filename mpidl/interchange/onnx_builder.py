@@ -191,7 +191,7 @@ class Builder:
         if not isinstance(layer, types):
             return None
         self.layers.pop()
-        return self.reads.pop(layer.name)[0]
+        return self.reads.pop(x.layer)[0]
 
     def _unique_name(self, name):
         name = re.sub(r"[^0-9A-Za-z]+", "_", name).strip("_") or "layer"

@@ -40,7 +40,7 @@ def _with_zeros_before(builder, x, padding, limits=(float("inf"),) * 2):
         return x, padding
     sums = tuple(
         (inner[0] + zeros[0], inner[1] + zeros[1])
-        for inner, zeros in zip(padding, check.pads(pad.name, pad.padding), strict=True)
+        for inner, zeros in zip(padding, check.pads(x.layer, pad.padding), strict=True)
     )
     if any(side >= limit for sides, limit in zip(sums, limits, strict=True) for side in sides):
         return x, padding

@@ -137,7 +137,9 @@ def _evaluate(onnx, node, values, constants):
 def _computed(onnx, node, inputs):
     if node.domain not in ("", "ai.onnx"):
         return None
-    numbers = [None if v is None else np.asarray(v, np.float64).squeeze() for v in inputs]
+    numbers: list[Any] = [
+        None if v is None else np.asarray(v, np.float64).squeeze() for v in inputs
+    ]
     if node.op_type in ARITHMETIC:
         return ARITHMETIC[node.op_type](*numbers)
     if node.op_type != "Clip":

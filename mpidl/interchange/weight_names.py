@@ -109,7 +109,7 @@ def rename(names: Names, net: Network) -> Rename:
 
 def torchvision_counters(net: Network) -> list[str]:
     """Return the names of the counters in PyTorch's batch normalization layers."""
-    names = [layer.name for layer in net.layers if isinstance(layer, BatchNorm)]
+    names = [layer.name or "" for layer in net.layers if isinstance(layer, BatchNorm)]
     return [f"{name.replace('_', '.')}.{COUNTER}" for name in names]
 
 

@@ -69,11 +69,11 @@ def check_names(
     classes from its largest label. `expected` is None if the names are unknown, and `owner` is what
     has them, for the message, such as "the network".
     """
-    names = output_class_names(loss, net, datastore)
-    other = [i for i, (a, b) in enumerate(zip(expected or (), names, strict=False)) if a != b]
+    names, known = output_class_names(loss, net, datastore), expected or ()
+    other = [i for i, (a, b) in enumerate(zip(known, names, strict=False)) if a != b]
     if other:
         raise UserError(
-            f"{datastore.describe()}: expected the classes of {owner} ({name_list(expected)}), "
+            f"{datastore.describe()}: expected the classes of {owner} ({name_list(known)}), "
             f"found {name_list(names)}, where label {other[0]} differs; set the class names with "
             "`classes=` of ImageFolder, ArrayDatastore or another datastore"
         )

@@ -104,7 +104,8 @@ def _check_target_labels(name, net, datastore):
 
     The targets of an image are an array of labels, such as one label per pixel.
     """
-    dataset, shape, outputs = datastore.describe(), targets_shape(net, datastore), net.output_shape
+    dataset, outputs = datastore.describe(), net.output_shape
+    shape = targets_shape(net, datastore) or ()
     if datastore.targets_dtype.kind not in "iu":
         gray = len(shape) == 3 and shape[0] == 1
         hint = "; pixel_labels=True of dl.data.combined reads pixels as labels" if gray else ""

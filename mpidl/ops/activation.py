@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mpidl import backends
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import Array
+from mpidl.core.tape import Array, Needs
 from mpidl.ops import check
 
 __all__ = ["clip", "gelu", "hard_sigmoid", "hard_swish", "leaky_relu", "prelu"]
@@ -28,7 +28,7 @@ def _elementwise(
     y = backend.elementwise(function, lanes, *numbers)
     value = lanes if from_x else y
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dx = backend.elementwise_dx(function, dy.lanes, value, *numbers)
         return x.like(dx), *(None for _ in needs[1:])
 
@@ -298,7 +298,7 @@ def prelu(x: Blocked, slope: Array) -> WithVjp[Blocked]:
     backend, lanes = backends.of_value(x), x.lanes
     y = backend.prelu(lanes, slope)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dx = x.like(backend.prelu_dx(dy.lanes, lanes, slope)) if needs[0] else None
         if not needs[1]:
             return dx, None

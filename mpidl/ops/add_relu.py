@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpidl import backends
 from mpidl.backends.deferred import DeferredNormalization, GradientWithSums, addend
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import SumOfCotangents
+from mpidl.core.tape import Needs, SumOfCotangents
 
 
 @op(blocks=True)
@@ -31,7 +33,7 @@ def add_relu(a: Blocked, b: Blocked) -> WithVjp[Blocked]:
     backend, values = backends.of_value(a), (a, b)
     y = backend.add_relu(addend(a), addend(b))
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         parts = dy.parts if isinstance(dy, SumOfCotangents) else (dy,)
         normalizations = [
             value.deferred if need and isinstance(value, DeferredNormalization) else None

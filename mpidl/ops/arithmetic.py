@@ -59,7 +59,7 @@ def elementwise(function: Callable[[Any, Any], Any]) -> Elementwise:
     return function
 
 
-def _sum_to(dy, x):
+def _sum_to(dy: Any, x: Any) -> Any:
     """Sum a cotangent over the axes along which x was broadcast; return the sum, shaped like x."""
     extra = np.ndim(dy) - np.ndim(x)
     dy = dy.sum(axis=tuple(range(extra))) if extra else dy
@@ -68,7 +68,7 @@ def _sum_to(dy, x):
 
 
 @op(blocks=True)
-def _add_blocked(a, b):
+def _add_blocked(a: Blocked, b: Blocked) -> WithVjp[Blocked]:
     if a.dtype != b.dtype:
         return a.like(a.lanes + b.lanes), lambda dy, needs: (dy, dy)
     operands = addend(a), addend(b)
@@ -76,19 +76,19 @@ def _add_blocked(a, b):
 
 
 @op(blocks=True)
-def _add_partial(a, b):
+def _add_partial(a: Any, b: Any) -> WithVjp[Partial]:
     if not isinstance(a, Partial):
         return b + a, lambda dy, needs: (_sum_to(dy, a), dy)
     return a + b, lambda dy, needs: (dy, dy if isinstance(b, Partial) else _sum_to(dy, b))
 
 
 @op
-def _add(a, b):
+def _add(a: Any, b: Any) -> WithVjp[np.ndarray]:
     return a + b, lambda dy: (_sum_to(dy, a), _sum_to(dy, b))
 
 
 @op
-def _multiply(a, b):
+def _multiply(a: Any, b: Any) -> WithVjp[np.ndarray]:
     return a * b, lambda dy: (_sum_to(dy * b, a), _sum_to(dy * a, b))
 
 
@@ -177,7 +177,7 @@ def subtract(a: Any, b: Any) -> Any:
 
 
 @op
-def _divide(a, b):
+def _divide(a: Any, b: Any) -> WithVjp[np.ndarray]:
     return a / b, lambda dy: (_sum_to(dy / b, a), _sum_to(-dy * a / (b * b), b))
 
 
@@ -273,8 +273,8 @@ def sqrt(a: np.ndarray) -> WithVjp[np.ndarray]:
 
 
 @op
-def _total(a, axis):
-    def vjp(dy):
+def _total(a: np.ndarray, axis: int | tuple[int, ...] | None) -> WithVjp[np.ndarray]:
+    def vjp(dy: np.ndarray) -> tuple[Any, ...]:
         dy = dy if axis is None else np.expand_dims(dy, axis)
         return (np.broadcast_to(dy, a.shape).astype(a.dtype), None)
 
@@ -309,7 +309,7 @@ def total(a: Replicated, axis: int | tuple[int, ...] | None = None) -> Replicate
 
 
 @op
-def _transpose(a, axes):
+def _transpose(a: np.ndarray, axes: Sequence[int] | None) -> WithVjp[np.ndarray]:
     inverse = None if axes is None else tuple(np.argsort(axes))
     return np.ascontiguousarray(a.transpose(axes)), lambda dy: (dy.transpose(inverse), None)
 
@@ -333,7 +333,7 @@ def transpose(a: Replicated, axes: Sequence[int] | None = None) -> Replicated:
 
 
 @op
-def _reshape(a, shape):
+def _reshape(a: np.ndarray, shape: int | Sequence[int]) -> WithVjp[np.ndarray]:
     return a.reshape(shape), lambda dy: (dy.reshape(a.shape), None)
 
 

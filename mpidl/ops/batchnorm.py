@@ -18,9 +18,11 @@ from mpidl.backends.deferred import (
     GradientWithSums,
     NormalizedInput,
 )
-from mpidl.core.blocks import Blocked, DeferredInput
+from mpidl.backends.interface import Backend
+from mpidl.core.blocks import Batch, Blocked, DeferredInput
+from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import Array
+from mpidl.core.tape import Array, Needs
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_arguments
 
@@ -32,7 +34,7 @@ class Statistics(NamedTuple):
 
     Attributes
     ----------
-    count
+    pixels
         Number of pixels per channel.
     mean, rstd, variance
         Mean, 1 / sqrt(variance + epsilon) and biased variance of each channel, (C,) float64.
@@ -41,7 +43,7 @@ class Statistics(NamedTuple):
         expects.
     """
 
-    count: float
+    pixels: float
     mean: np.ndarray
     rstd: np.ndarray
     variance: np.ndarray
@@ -49,7 +51,15 @@ class Statistics(NamedTuple):
     scale: np.ndarray
 
 
-def _statistics(backend, moments, batch, gamma, epsilon, scope, record):
+def _statistics(
+    backend: Backend,
+    moments: Partial,
+    batch: Batch,
+    gamma: Any,
+    epsilon: float,
+    scope: str,
+    record: Callable[[Any, Any], None] | None,
+) -> Statistics:
     """Convert the Partial `moments` to Statistics.
 
     Call record(mean, variance) with the statistics of the global mini-batch unless `record` is
@@ -62,7 +72,9 @@ def _statistics(backend, moments, batch, gamma, epsilon, scope, record):
     return s if local is None else Statistics(*backend.statistics(local, gamma, epsilon))
 
 
-def _gradients(backend, sums, batch, scope, gamma, s) -> tuple[tuple[Any, Any, Any], Any, Any]:
+def _gradients(
+    backend: Backend, sums: Partial, batch: Batch, scope: str, gamma: Any, s: Statistics
+) -> tuple[tuple[Any, Any, Any], Any, Any]:
     """Return the factors (a, b, c) of dx, and the gradients of gamma and beta.
 
     `sums` is the Partial of [sum of dy, sum of dy * (x - mean)]. With the factors,
@@ -72,13 +84,15 @@ def _gradients(backend, sums, batch, scope, gamma, s) -> tuple[tuple[Any, Any, A
     if scope == "global":
         a, b, c, dgamma, dbeta = backend.batchnorm_factors(batch.world.gplus(sums), gamma, s)
         return (a, b, c), dgamma, dbeta
-    channels, sums = len(gamma), sums.local()
-    total = batch.world.gplus(np.concatenate([sums[:channels], sums[channels:] * s.rstd]))
-    a, b, c, _, _ = backend.batchnorm_factors(sums, gamma, s)
+    channels, local = len(gamma), sums.local()
+    total = batch.world.gplus(np.concatenate([local[:channels], local[channels:] * s.rstd]))
+    a, b, c, _, _ = backend.batchnorm_factors(local, gamma, s)
     return (a, b, c), total[channels:].astype(gamma.dtype), total[:channels].astype(gamma.dtype)
 
 
-def _check(name, channels, gamma, beta, scope, shape):
+def _check(
+    name: str, channels: int, gamma: Array, beta: Array, scope: str, shape: tuple[int, ...]
+) -> None:
     """Raise ValueError if gamma or beta has the wrong shape, or if the scope is unknown."""
     if gamma.shape != (channels,) or beta.shape != (channels,):
         raise ValueError(
@@ -135,7 +149,7 @@ def batchnorm(
     s = _statistics(backend, moments, batch, gamma, epsilon, scope, record)
     y = backend.batchnorm(lanes, s.shift, s.scale, beta)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         sums = backend.batchnorm_sums(dy.lanes, lanes, s.shift, batch.tree)
         factors, dgamma, dbeta = _gradients(backend, sums, batch, scope, gamma, s)
         dx = backend.batchnorm_dx(dy.lanes, lanes, s.shift, *factors, counts) if needs[0] else None
@@ -179,7 +193,7 @@ def batchnorm_predict(
     scale = backend.predict_scale(gamma, variance, epsilon)
     y = backend.batchnorm(lanes, mean, scale, beta)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         _refuse_learnables(needs[1:])
         zeros = backend.zeros_like(scale)
         factors = scale, zeros, zeros
@@ -189,7 +203,7 @@ def batchnorm_predict(
     return x.like(y), vjp
 
 
-def _refuse_learnables(needs):
+def _refuse_learnables(needs: Needs) -> None:
     """Raise TypeError if an argument other than the images, weight and bias needs a cotangent.
 
     `needs` has one boolean for each of these other arguments.
@@ -239,7 +253,7 @@ def conv2d_batchnorm(
     s = _statistics(backend, moments, batch, gamma, epsilon, scope, record)
     value = _deferred(backend, batch, y, s.shift, s.scale, beta, relu)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         if isinstance(dy, GradientWithSums):
             sums = dy.sums
         elif relu:
@@ -253,27 +267,29 @@ def conv2d_batchnorm(
     return value, vjp
 
 
-def _deferred(backend, batch, y, mean, scale, beta, relu) -> DeferredValue:
+def _deferred(
+    backend: Backend, batch: Batch, y: Any, mean: Any, scale: Any, beta: Any, relu: bool
+) -> DeferredValue:
     """Return the normalization of y, followed by ReLU if `relu`, as a value that is not stored."""
     source: DeferredInput = backend.source(y, mean, scale, beta)
     if relu:
         return DeferredActivation(source, batch, backend.activation)
 
-    def compute(operand):
+    def compute(operand: DeferredInput) -> Any:
         return backend.batchnorm(*operand)
 
     return DeferredNormalization(NormalizedInput(*source), batch, compute)
 
 
 def _conv2d_backward(
-    dy,
-    x,
-    value_after,
-    weight,
+    dy: Blocked,
+    x: Blocked,
+    value_after: DeferredInput,
+    weight: Any,
     conv_args: tuple[check.Pair, check.Sides, check.Pair, int],
     factors: tuple[Any, Any, Any],
-    needs,
-):
+    needs: Needs,
+) -> tuple[Any, Any, Any]:
     """Return the cotangents of the convolution's images, weight and bias.
 
     dy is the cotangent of `value_after`, the DeferredInput or NormalizedInput of the batch
@@ -296,7 +312,7 @@ def _conv2d_backward(
         sums=activation_before,
         overwrite=isinstance(dy, GradientWithSums) and not dy.is_shared,
     )
-    if activation_before:
+    if sums is not None:
         dx = GradientWithSums(dx, batch, sums)
     elif dx is not None:
         dx = x.like(dx)
@@ -331,7 +347,7 @@ def conv2d_batchnorm_predict(
     scale = backend.predict_scale(gamma, variance, epsilon)
     value = _deferred(backend, x.batch, y, mean, scale, beta, relu)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         _refuse_learnables(needs[3:])
         zeros = backend.zeros_like(scale)
         factors = scale, zeros, zeros

@@ -16,7 +16,7 @@ from mpidl.backends.training_interface import PLAIN, BinaryRule
 from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import Var, value_of
+from mpidl.core.tape import Needs, Var, value_of
 from mpidl.ops import check
 from mpidl.ops.label_checks import check_bounds, squeezed
 
@@ -39,7 +39,7 @@ def _cross_entropy(
         weight = backend.reciprocal(batch.world.gplus(count))
     total = backend.binary_cross_entropy(logits.lanes, lanes, counts, batch.tree, rule)
 
-    def vjp(dy, needs):
+    def vjp(dy: Any, needs: Needs) -> tuple[Any, ...]:
         scale = weight * float(dy)
         d = backend.binary_cross_entropy_dlogits(logits.lanes, lanes, scale, counts, rule)
         return logits.like(d), None
@@ -130,7 +130,8 @@ def sigmoid_cross_entropy(
     if not 0 <= focal_gamma < math.inf:
         raise ValueError(f"{name}: focal_gamma must be a number >= 0, got {focal_gamma}")
     rule = BinaryRule(weights, float(focal_gamma))
-    return _cross_entropy(logits, targets, rule=rule, ignore_label=ignore_label)
+    loss: Partial | Var = _cross_entropy(logits, targets, rule=rule, ignore_label=ignore_label)
+    return loss
 
 
 def binary_correct_count(
@@ -187,7 +188,7 @@ def binary_label_count(
     return backend.label_weight(lanes, batch.counts(), batch.tree, PLAIN, 2)
 
 
-def _target_lanes(name, targets, scores, ignore_label):
+def _target_lanes(name: str, targets: Any, scores: Blocked, ignore_label: int | None) -> Any:
     """Check targets against scores; return the targets' lanes in the shape of the scores' lanes."""
     targets = value_of(targets)
     check.images(f"{name}: targets", targets)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
 from mpidl.backends import shapes
 from mpidl.core.blocks import Blocked
 
+Shape: TypeAlias = tuple[int, ...]
 Pair: TypeAlias = tuple[int, int]  # (down, across)
 PairArgument: TypeAlias = int | Sequence[int]  # one integer for both axes, or (down, across)
 Sides: TypeAlias = tuple[Pair, Pair]  # ((top, bottom), (left, right))
@@ -75,8 +76,12 @@ def integer(name: str, option: str, value: Any, minimum: int = 1) -> int:
     return value
 
 
-def _is_integer(value, minimum):
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= minimum
+def _is_integer(value: Any, minimum: int) -> TypeGuard[int]:
+    return (
+        isinstance(value, numbers.Integral)
+        and not isinstance(value, bool)
+        and int(value) >= minimum
+    )
 
 
 def are_numbers(*values: Any) -> bool:
@@ -84,7 +89,7 @@ def are_numbers(*values: Any) -> bool:
     return all(isinstance(value, numbers.Real) for value in values)
 
 
-def as_pair(value: Any) -> tuple:
+def as_pair(value: Any) -> tuple[Any, ...]:
     """Return (down, across), given a pair or one value for both axes."""
     return tuple(value) if isinstance(value, (list, tuple)) else (value, value)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpidl import backends
 from mpidl.backends.deferred import readable
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import Var
+from mpidl.core.tape import Needs, Var
 from mpidl.ops import check
 
 __all__ = ["concat"]
@@ -44,7 +46,7 @@ def concat(*values: Blocked | Var) -> WithVjp[Blocked]:
     backend = backends.of_value(first)
     channels = [v.image_shape[0] for v in blocked]
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         return tuple(first.like(part) for part in backend.split(dy.lanes, channels))
 
     return first.like(backend.concat([readable(v) for v in blocked])), vjp

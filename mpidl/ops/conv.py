@@ -9,7 +9,7 @@ from mpidl import backends
 from mpidl.backends.shapes import conv2d_shape
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import Array
+from mpidl.core.tape import Array, Needs
 from mpidl.ops import check
 
 __all__ = ["conv2d"]
@@ -38,7 +38,15 @@ def conv2d_arguments(
 
 
 @functools.lru_cache(maxsize=256)
-def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation, groups):
+def _arguments(
+    image_shape: check.Shape,
+    weight_shape: check.Shape,
+    bias_shape: check.Shape | None,
+    stride: check.PairArgument,
+    padding: check.PaddingArgument,
+    dilation: check.PairArgument,
+    groups: int,
+) -> tuple[check.Pair, check.Sides, check.Pair, int]:
     """Check and convert the arguments. The cache avoids repeated checks in later mini-batches."""
     stride = check.pair("conv2d", "stride", stride, 1)
     dilation = check.pair("conv2d", "dilation", dilation, 1)
@@ -99,7 +107,7 @@ def conv2d_relu(
     joined = None if addend is None else addend.lanes
     y = backend.conv2d_relu(x.source, weight, bias, *conv_args, joined)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dz = backend.relu_dx(dy.lanes, y)
         dx, dweight, dbias, _ = backend.conv2d_backward(
             dz, x.source, weight, *conv_args, batch.counts(), batch.tree, needs[:3]
@@ -151,7 +159,7 @@ def conv2d(
     backend = backends.of_value(x)
     y = backend.conv2d(x.source, weight, bias, *conv_args)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         batch = x.batch
         dx, dweight, dbias, _ = backend.conv2d_backward(
             dy.lanes, x.source, weight, *conv_args, batch.counts(), batch.tree, needs

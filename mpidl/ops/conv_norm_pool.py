@@ -8,7 +8,7 @@ from mpidl import backends
 from mpidl.backends.shapes import conv2d_shape
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import Array
+from mpidl.core.tape import Array, Needs
 from mpidl.ops import check, pool
 from mpidl.ops.conv import conv2d_arguments
 from mpidl.ops.lrn import check_window
@@ -17,6 +17,7 @@ from mpidl.ops.lrn import check_window
 @op(blocks=True)
 def conv2d_relu_norm_max_pool(
     x: Blocked,
+    /,
     weight: Array,
     bias: Array | None,
     *,
@@ -56,7 +57,7 @@ def conv2d_relu_norm_max_pool(
     y = backend.conv2d_relu(x.source, weight, bias, *conv_args, None)
     pooled, argmax = backend.norm_max_pool(y, *norm_args, *pool_args)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dz = backend.norm_max_pool_relu_dx(dy.lanes, argmax, y, *norm_args, *pool_args)
         dx, dweight, dbias, _ = backend.conv2d_backward(
             dz, x.source, weight, *conv_args, batch.counts(), batch.tree, needs

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from mpidl import backends
 from mpidl.backends.deferred import DeferredActivation, GradientWithSums
 from mpidl.core.blocks import LANES, Blocked
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import Array
+from mpidl.core.tape import Array, Needs
 from mpidl.ops import check
 
 __all__ = ["dense", "flatten"]
@@ -32,7 +33,7 @@ def flatten(x: Blocked) -> WithVjp[Blocked]:
     shape = x.image_shape
     features = math.prod(shape)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dx = dy.lanes.reshape(len(dy.lanes), *shape, LANES)
         sums = dy.sums if isinstance(dy, GradientWithSums) else None
         return (x.like(dx) if sums is None else GradientWithSums(dx, x.batch, sums),)
@@ -70,7 +71,7 @@ def dense(x: Blocked, weight: Array, bias: Array | None) -> WithVjp[Blocked]:
     backend = backends.of_value(x)
     y = backend.dense(x.source, weight, bias)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dx, dweight, dbias, sums = backend.dense_backward(
             dy.lanes, x.source, weight, x.batch.tree, needs
         )

@@ -13,7 +13,7 @@ from mpidl.backends.training_interface import DiceRule
 from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import Var, value_of
+from mpidl.core.tape import Needs, Var, value_of
 from mpidl.ops.label_checks import check_scores, label_lanes
 
 __all__ = ["dice_loss"]
@@ -36,7 +36,7 @@ def _dice(
         p = backend.softmax(x)
     total, slopes = backend.dice(p, lanes, counts, batch.tree, rule)
 
-    def vjp(dy, needs):
+    def vjp(dy: Any, needs: Needs) -> tuple[Any, ...]:
         d = backend.dice_dp(p, lanes, slopes, batch.per_image * float(dy), counts)
         d = backend.elementwise_dx("sigmoid", d, y) if is_single else backend.softmax_dx(d, p)
         return scores.like(d if d.dtype == x.dtype else d.astype(x.dtype)), None
@@ -142,4 +142,5 @@ def dice_loss(
             f"scores, got {ignore_label}"
         )
     rule = DiceRule(weights, float(smooth), bool(generalized))
-    return _dice(scores, labels, rule=rule, ignore_label=ignore_label)
+    loss: Partial | Var = _dice(scores, labels, rule=rule, ignore_label=ignore_label)
+    return loss

@@ -9,6 +9,7 @@ from mpidl import backends
 from mpidl.backends.reference.dropout import CHANCES
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Needs
 from mpidl.ops import check
 
 __all__ = ["dropout"]
@@ -24,7 +25,8 @@ def dropout_threshold(name: str, probability: Any) -> int:
     """
     if not (check.are_numbers(probability) and 0 <= probability < 1):
         raise ValueError(f"{name}: probability must be at least 0 and below 1, got {probability!r}")
-    return min(round(probability * CHANCES), CHANCES - 1)
+    threshold: int = min(round(probability * CHANCES), CHANCES - 1)
+    return threshold
 
 
 def key_of(seed: int, purpose: str) -> tuple[int, ...]:
@@ -67,10 +69,10 @@ def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> Wi
     backend, batch = backends.of_value(x), x.batch
     dropout_args = threshold, CHANCES / (CHANCES - threshold), key_of(batch.seed, key)
 
-    def apply(lanes):
+    def apply(lanes: Any) -> Any:
         return backend.dropout(lanes, *dropout_args, *batch.samples())
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         return (x.like(apply(dy.lanes)), None)[: len(needs)]
 
     return x.like(apply(x.lanes)), vjp

@@ -89,7 +89,7 @@ def check_bounds(
     if not lanes.size:
         return
 
-    def check_limits(low, high):
+    def check_limits(low: Any, high: Any) -> None:
         if ignore_label is not None:  # on a GPU, low or high may be the ignored label
             low = max(low, 0) if low == ignore_label else low
             high = min(high, classes - 1) if high == ignore_label else high

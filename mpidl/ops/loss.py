@@ -16,7 +16,7 @@ from mpidl.backends.training_interface import LabelRule
 from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import Var, value_of
+from mpidl.core.tape import Needs, Var, value_of
 from mpidl.ops import check
 from mpidl.ops.label_checks import check_scores, label_lanes, squeezed
 from mpidl.ops.probabilities import is_soft, soft_correct_count, soft_cross_entropy
@@ -46,7 +46,7 @@ def _cross_entropy_of_labels(
         weight = backend.reciprocal(batch.world.gplus(all_weights))
     total = backend.cross_entropy(logits.lanes, lanes, counts, batch.tree, rule)
 
-    def vjp(dy, needs):
+    def vjp(dy: Any, needs: Needs) -> tuple[Any, ...]:
         scale = weight * float(dy)
         d = backend.cross_entropy_dlogits(logits.lanes, lanes, scale, counts, rule)
         return logits.like(d), None
@@ -127,17 +127,22 @@ def softmax_cross_entropy(
     check_scores("softmax_cross_entropy", scores)
     _check_ignored(ignore_label, scores.shape[1])
     rule = _rule(scores.shape[1], class_weights, label_smoothing, focal_gamma)
+    loss: Partial | Var
     if is_soft(labels, scores):
         if rule.class_weights is not None or rule.gamma or ignore_label is not None:
             raise ValueError(
                 "softmax_cross_entropy: expected integer labels with class_weights, ignore_label "
                 "or focal_gamma, got floats"
             )
-        return soft_cross_entropy(logits, labels, smoothing=rule.smoothing)
-    return _cross_entropy_of_labels(logits, labels, rule=rule, ignore_label=ignore_label)
+        loss = soft_cross_entropy(logits, labels, smoothing=rule.smoothing)
+    else:
+        loss = _cross_entropy_of_labels(logits, labels, rule=rule, ignore_label=ignore_label)
+    return loss
 
 
-def _rule(classes, class_weights, label_smoothing, focal_gamma):
+def _rule(
+    classes: int, class_weights: ClassWeights, label_smoothing: float, focal_gamma: float
+) -> LabelRule:
     """Check the arguments of `softmax_cross_entropy`, and return them as a LabelRule."""
     name, weights = "softmax_cross_entropy", None
     if class_weights is not None:
@@ -158,7 +163,7 @@ def _rule(classes, class_weights, label_smoothing, focal_gamma):
     return LabelRule(weights, float(label_smoothing), float(focal_gamma))
 
 
-def _check_ignored(ignore_label, classes):
+def _check_ignored(ignore_label: int | None, classes: int) -> None:
     if ignore_label is not None and 0 <= ignore_label < classes:
         raise ValueError(
             f"ignore_label must be outside 0..{classes - 1}, the classes of the scores, got "
@@ -243,7 +248,7 @@ def mean_absolute_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
     return _mean_error("mean_absolute_error", y, target, 1)
 
 
-def _mean_error(name, y, target, power):
+def _mean_error(name: str, y: Blocked, target: Any, power: int) -> WithVjp[Partial]:
     """Check the arguments; return the mean of |y - target|**power and its vjp."""
     check.images(name, y)
     check.images(f"{name}: target", target)
@@ -259,8 +264,8 @@ def _mean_error(name, y, target, power):
     counts, weight = batch.counts(), batch.per_image * (1.0 / math.prod(y.image_shape))
     total = backend.errors(lanes, target_lanes, power, counts, batch.tree)
 
-    def vjp(dy, needs):
-        def slope(a, b):
+    def vjp(dy: Any, needs: Needs) -> tuple[Any, ...]:
+        def slope(a: Any, b: Any) -> Any:
             return backend.errors_dy(a, b, power, weight * (power * float(dy)), counts)
 
         return (

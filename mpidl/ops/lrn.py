@@ -7,6 +7,7 @@ from typing import Any
 from mpidl import backends
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Needs
 from mpidl.ops import check
 
 __all__ = ["cross_channel_norm"]
@@ -57,7 +58,7 @@ def cross_channel_norm(
     lanes = x.lanes
     y = backend.cross_channel_norm(lanes, *norm_args)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dx = backend.cross_channel_norm_dx(dy.lanes, lanes, *norm_args)
         return (x.like(dx), None)[: len(needs)]
 

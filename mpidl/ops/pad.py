@@ -8,6 +8,7 @@ from typing import Any
 from mpidl import backends
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Needs
 from mpidl.ops import check
 
 __all__ = ["pad2d"]
@@ -46,7 +47,7 @@ def pad2d(x: Blocked, padding: check.PaddingArgument, *, value: float = 0.0) -> 
     (top, bottom), (left, right) = sides
     negated = (-top, -bottom), (-left, -right)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         return (x.like(backend.pad2d(dy.lanes, negated, 0.0)), None)[: len(needs)]
 
     return x.like(y), vjp

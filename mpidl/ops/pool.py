@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from mpidl import backends
 from mpidl.backends.deferred import GradientWithSums
 from mpidl.backends.shapes import pool2d_shape
 from mpidl.core.blocks import Blocked
+from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import Var, value_of
+from mpidl.core.tape import Needs, Var, value_of
 from mpidl.ops import check
 
 __all__ = ["average_pool2d", "global_average_pool2d", "max_pool2d"]
@@ -79,7 +80,7 @@ def windows(
     return Windows(size, stride, padding, shape)
 
 
-def _cotangent(x, dx, sums):
+def _cotangent(x: Blocked, dx: Any, sums: Partial | None) -> Blocked:
     """Return the cotangent of x. `sums` is None or the backend's `activation_sums` of dx."""
     return x.like(dx) if sums is None else GradientWithSums(dx, x.batch, sums)
 
@@ -124,7 +125,7 @@ def max_pool2d(
     backend = backends.of_value(x)
     y, argmax = backend.max_pool2d(x.source, *pool_args)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dx, sums = backend.max_pool2d_dx(dy.lanes, argmax, x.source, *pool_args, x.batch.tree)
         return (_cotangent(x, dx, sums), None)[: len(needs)]
 
@@ -192,7 +193,7 @@ def average_pool2d(
     backend = backends.of_value(x)
     y = backend.average_pool2d(x.source, *pool_args, count_padding)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dx, sums = backend.average_pool2d_dx(
             dy.lanes, x.source, *pool_args, count_padding, x.batch.tree
         )

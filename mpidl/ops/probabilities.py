@@ -6,7 +6,7 @@ A Partial is a sum whose terms are not yet added up over the ranks.
 from __future__ import annotations
 
 import math
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from mpidl import backends
 from mpidl.core.blocks import Blocked, zero_unused
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op, refuse_gpu
-from mpidl.core.tape import Var, value_of
+from mpidl.core.tape import Needs, Var, value_of
 from mpidl.ops import check
 from mpidl.ops.label_checks import check_scores, label_lanes
 from mpidl.ops.reductions import mean
@@ -55,7 +55,7 @@ def one_hot(labels: Labels, classes: int) -> Labels:
     return _indicators(np.asarray(labels), classes)
 
 
-def _indicators(labels, classes):
+def _indicators(labels: np.ndarray, classes: int) -> np.ndarray:
     """Return an array (N, K, ...) that is 1 where the index k on axis 1 is the label, else 0."""
     if labels.dtype.kind not in "iu" or labels.ndim == 0:
         raise TypeError(
@@ -66,17 +66,18 @@ def _indicators(labels, classes):
             f"one_hot: expected labels in 0..{classes - 1}, got {labels.min()}..{labels.max()}"
         )
     numbers = np.arange(classes).reshape(-1, *(1,) * (labels.ndim - 1))
-    return (labels[:, None] == numbers).astype(np.float32)
+    targets: np.ndarray = (labels[:, None] == numbers).astype(np.float32)
+    return targets
 
 
 @op
-def _cross_entropy_of_probabilities(p, targets):
+def _cross_entropy_of_probabilities(p: np.ndarray, targets: np.ndarray) -> WithVjp[np.ndarray]:
     """Return the sum of -targets * log(p) for each image, float64 (n,)."""
     p = np.maximum(p, np.finfo(p.dtype).tiny)
     axes = tuple(range(1, p.ndim))
     logs = np.log(p, dtype=np.float64)
 
-    def vjp(dy):
+    def vjp(dy: np.ndarray) -> tuple[Any, ...]:
         dy = dy.reshape(-1, *(1,) * (p.ndim - 1))
         return (-dy * targets / p).astype(p.dtype), (-dy * logs).astype(targets.dtype)
 
@@ -108,7 +109,7 @@ def soft_cross_entropy(logits: Blocked, targets: Blocked, *, smoothing: float) -
     weight = batch.per_image * (1.0 / math.prod(logits.image_shape[1:]))
     total = backend.soft_cross_entropy(logits.lanes, lanes, counts, batch.tree, smoothing)
 
-    def vjp(dy, needs):
+    def vjp(dy: Any, needs: Needs) -> tuple[Any, ...]:
         scale, d, dtargets = weight * float(dy), None, None
         if needs[0]:
             arguments = logits.lanes, lanes, scale, counts, smoothing
@@ -120,13 +121,13 @@ def soft_cross_entropy(logits: Blocked, targets: Blocked, *, smoothing: float) -
     return total * weight, vjp
 
 
-def _target_lanes(logits, targets):
+def _target_lanes(logits: Blocked, targets: Blocked) -> Any:
     """Return the lanes of the targets in the dtype of the logits."""
     lanes = targets.lanes
     return lanes if lanes.dtype == logits.dtype else lanes.astype(logits.dtype)
 
 
-def _dtargets(logits, targets, scale):
+def _dtargets(logits: Blocked, targets: Blocked, scale: Any) -> np.ndarray:
     """Return -scale * log(softmax(logits)) as lanes, with zeros in unused lanes."""
     refuse_gpu("softmax_cross_entropy: the gradient of targets", logits)
     x = logits.lanes.astype(np.float64)

@@ -6,7 +6,7 @@ A Partial is a sum whose terms are not yet added up over the ranks.
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from mpidl import backends
 from mpidl.core.blocks import Blocked, zero_unused
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op, refuse_gpu
-from mpidl.core.tape import Array, Var, value_of
+from mpidl.core.tape import Array, Needs, Var, value_of
 from mpidl.ops import check
 
 __all__ = ["mean", "sum"]
@@ -27,7 +27,7 @@ def _image_sum(x: Blocked) -> WithVjp[Partial]:
     """Return the sum over the images of the global mini-batch, in float64."""
     batch = x.batch
 
-    def vjp(dy, needs):
+    def vjp(dy: Any, needs: Needs) -> tuple[Any, ...]:
         lanes = np.empty_like(x.lanes)
         lanes[...] = np.asarray(dy, x.dtype)[..., None]
         return (x.like(zero_unused(lanes, batch)),)
@@ -36,7 +36,9 @@ def _image_sum(x: Blocked) -> WithVjp[Partial]:
 
 
 @op
-def _entry_sum(x, *, axes, keepdims, divisor):
+def _entry_sum(
+    x: np.ndarray, *, axes: tuple[int, ...], keepdims: bool, divisor: int
+) -> WithVjp[np.ndarray]:
     """Return the sum over axes of each image's array, divided by a constant.
 
     Floats are summed in float64. Blocks always have the same memory layout, so the order of
@@ -46,7 +48,7 @@ def _entry_sum(x, *, axes, keepdims, divisor):
     y = x.sum(axis=axes, dtype=dtype, keepdims=keepdims)
     y = y if divisor == 1 else y / divisor  # a sum of integers stays an integer
 
-    def vjp(dy):
+    def vjp(dy: np.ndarray) -> tuple[Any, ...]:
         dy = dy if keepdims else np.expand_dims(dy, axes)
         return (np.broadcast_to(dy / divisor, x.shape).astype(x.dtype),)
 
@@ -61,7 +63,7 @@ def multiply_partial(x: Partial, factor: Array | float) -> WithVjp[Partial]:
     """
     value = float(np.asarray(factor))
 
-    def vjp(dy, needs):
+    def vjp(dy: Any, needs: Needs) -> tuple[Any, ...]:
         dfactor = x * float(dy) if needs[1] and x.shape == () else None
         if needs[1] and dfactor is None:
             raise TypeError(
@@ -136,7 +138,7 @@ def mean(x: Blocked | Var, axis: Axes = 0, *, keepdims: bool = False) -> Partial
     return _reduce("mean", x, axis, keepdims)
 
 
-def _reduce(name, x, axis, keepdims):
+def _reduce(name: str, x: Blocked | Var, axis: Axes, keepdims: bool) -> Partial | Blocked | Var:
     value = value_of(x)
     check.images(name, value)
     refuse_gpu(name, value)
@@ -155,7 +157,7 @@ def _reduce(name, x, axis, keepdims):
     return multiply_partial(total, 1.0 / value.shape[0]) if name == "mean" else total
 
 
-def _checked_axes(name, axis, shape):
+def _checked_axes(name: str, axis: Axes, shape: tuple[int, ...]) -> list[int]:
     """Return the axes as a sorted list of numbers >= 0, or raise ValueError if they are invalid."""
     axes = axis if isinstance(axis, tuple | list) else (axis,)
     integers = all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in axes)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from mpidl import backends
 from mpidl.backends.shapes import same_cropping, transposed_conv2d_shape
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import Array
+from mpidl.core.tape import Array, Needs
 from mpidl.ops import check
 
 __all__ = ["transposed_conv2d"]
@@ -46,7 +47,11 @@ def same_or_crops(
 
 @functools.lru_cache(maxsize=256)
 def _arguments(
-    image_shape, weight_shape, bias_shape, stride, cropping
+    image_shape: check.Shape,
+    weight_shape: check.Shape,
+    bias_shape: check.Shape | None,
+    stride: check.PairArgument,
+    cropping: check.PaddingArgument,
 ) -> tuple[check.Pair, check.Sides]:
     """Check the arguments; return (stride, cropping). The cache avoids repeated checks."""
     name = "transposed_conv2d"
@@ -107,7 +112,7 @@ def transposed_conv2d(
     backend, batch, lanes = backends.of_value(x), x.batch, x.lanes
     y = backend.transposed_conv2d(lanes, weight, bias, *conv_args)
 
-    def vjp(dy, needs):
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dx, dweight, dbias = backend.transposed_conv2d_backward(
             dy.lanes, lanes, weight, *conv_args, batch.counts(), batch.tree, needs
         )
