@@ -192,7 +192,9 @@ def test_the_package_follows_the_rules():
 
 
 BROKEN = {
-    "ops may not import comm": {"mpidl.ops.bad": "def f():\n    from mpidl.comm.world import World\n"},
+    "ops may not import comm": {
+        "mpidl.ops.bad": "def f():\n    from mpidl.comm.world import World\n"
+    },
     "backends may not import tape": {"mpidl.backends.bad": "import mpidl.core.tape\n"},
     "core may not import tape": {"mpidl.core.fold": "import mpidl.core.tape\n"},
     "core may not import errors": {"mpidl.core.fold": "from mpidl.errors import UserError\n"},
