@@ -21,7 +21,7 @@ from mpidl.data.transforms.mixing import Mixing
 from mpidl.errors import UserError
 from mpidl.evaluation import class_metrics
 from mpidl.losses import CrossEntropy
-from mpidl.nn import Network
+from mpidl.nn import Network, need_network
 from mpidl.training import whitening
 from mpidl.training.options.training_options import TrainingOptions
 
@@ -85,7 +85,7 @@ def check_types(
 
     Raise UserError if an argument has the wrong type.
     """
-    losses.need_network(net)
+    need_network(net)
     datastore = as_datastore(datastore, "images to train on")
     if not isinstance(options, TrainingOptions):
         hint = ": use TrainingOptions(**options)" if isinstance(options, dict) else ""

@@ -421,8 +421,3 @@ class Augmenter(AugmenterOptions):
         ranges: list[Any] = [self.brightness, self.contrast, self.saturation, self.hue]
         drawn = [draws.between(r[0], r[1], v) for r, v in zip(ranges, u, strict=True)]
         return jitter.ColourChange(*drawn)
-
-
-def centred(shape: Sequence[int], crop: Sequence[int]) -> tuple[int, int]:
-    """Return (top, left) of a centred window of size `crop` (P, Q) in images (C, H, W)."""
-    return (shape[1] - crop[0]) // 2, (shape[2] - crop[1]) // 2
