@@ -5,8 +5,7 @@ from __future__ import annotations
 from mpidl import losses
 from mpidl.data import MinibatchQueue
 from mpidl.errors import UserError
-from mpidl.training import accumulation, cpu_step
-from mpidl.training.replayed_step import ReplayedParts, ReplayedStep
+from mpidl.training import accumulation
 from mpidl.training.steps import EagerStep, RecordedStep
 
 
@@ -41,6 +40,9 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
     labels_per_image = losses.labels_per_image(net, datastore)
     accumulation.check(options, loss, world.device)
     if world.device is None:
+        from mpidl.training import cpu_step  # only ranks without a GPU record on the CPU
+        from mpidl.training.replayed_step import ReplayedParts, ReplayedStep
+
         is_recordable = cpu_step.is_recordable(net, optimizer, loss, options)
         replayed = ReplayedStep if options.accumulate == 1 else ReplayedParts
         step_class = replayed if is_recordable else EagerStep

@@ -15,13 +15,13 @@ from mpidl.data.checks import check_below, check_finite, read_images, read_targe
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import unreadable
 from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
+from mpidl.data.transforms.normalize import Normalization
 from mpidl.data.transforms.sizes import centred
 from mpidl.errors import UserError
 
 if TYPE_CHECKING:
     from mpidl.data.transforms.augment import Augmenter
     from mpidl.data.transforms.mixing import Mixing
-    from mpidl.data.transforms.normalize import Normalization
 
 SPAN = 1 << 20  # minimum number of bytes that a task reads, unless the rank's share is smaller
 
