@@ -93,6 +93,9 @@ def use_gpu(world: World, gpu: Gpu | None) -> None:
     UserError
         On all ranks, if a rank cannot use its GPU.
     """
+    if gpu is None and world.device is None:
+        world.gop("and", False)  # other ranks may open or close GPUs
+        return
     from mpidl.backends.gpu import launching
     from mpidl.backends.gpu.sums import Counts
 

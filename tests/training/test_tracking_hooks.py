@@ -47,7 +47,7 @@ class Calls(tracking.Tracker):
         self.calls.append(("close", state))
 
 
-class CallsHook(tracking_hooks.TrackingHook):
+class CallsHook(base.TrackingHook):
     def __init__(self, fails_at=None):
         super().__init__()
         self.calls = Calls(fails_at)
@@ -316,7 +316,7 @@ def test_tensorboard_without_a_folder_is_refused(world):
 def test_wandb_without_a_folder_is_refused(world):
     pytest.importorskip("wandb", reason="pip install 'mpidl[wandb]'")
     with pytest.raises(UserError, match="--wandb: expected a folder for the run"):
-        train(world, [tracking_hooks.WandbHook()])
+        train(world, [dl.WandbHook()])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from typing import Any, TypedDict
 import numpy as np
 
 from mpidl import losses
-from mpidl.data.formats import hdf5_probe
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
@@ -106,6 +105,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]]
         check_regular(status := os.stat(path))
         several = launched_ranks() is not None
         version = status.st_ino, *stamp(status)
+        from mpidl.data.formats import hdf5_probe  # only for reading
+
         problem = hdf5_probe.problem_of(path, version, is_shared=several)
         if problem is not None:
             raise Torn(f"it cannot be read: {problem}")
