@@ -24,7 +24,8 @@ from mpidl.errors import UserError
 from mpidl.evaluation.class_metrics import ClassMetrics, Tally, predicted_classes, requested
 from mpidl.evaluation.confusion import Confusion, tally
 from mpidl.evaluation.mirrored import Flips, mirrored
-from mpidl.nn import Network, need_network
+from mpidl.nn import Network
+from mpidl.nn.network_check import need_network
 from mpidl.ops.label_checks import squeezed
 from mpidl.ranks.failure import Signals
 from mpidl.ranks.world import World

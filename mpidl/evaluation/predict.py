@@ -23,9 +23,10 @@ from mpidl.evaluation.class_metrics import predicted_classes
 from mpidl.evaluation.evaluate import BATCH, evaluated_images, evaluating_world, in_order
 from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.matlab_names import explain_arguments
-from mpidl.nn import Network, need_network
+from mpidl.nn import Network
 from mpidl.nn.inference import fold_batchnorm
 from mpidl.nn.layers import Sigmoid, Softmax
+from mpidl.nn.network_check import need_network
 from mpidl.ranks.world import World
 
 

@@ -11,7 +11,8 @@ from mpidl.errors import UserError
 from mpidl.losses.dice_loss import Dice
 from mpidl.losses.label_checks import targets_shape
 from mpidl.losses.named import has_class_scores, has_label_scores, label_loss, loss_function
-from mpidl.nn import Network, need_network
+from mpidl.nn import Network
+from mpidl.nn.network_check import need_network
 from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names, name_list
 

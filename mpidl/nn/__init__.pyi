@@ -11,6 +11,5 @@ from mpidl.nn.layers.normalization import *
 from mpidl.nn.layers.pooling import *
 from mpidl.nn.layers.shape import *
 from mpidl.nn.network import Network as Network
-from mpidl.nn.network import need_network as need_network
 from mpidl.nn.summary import Analysis as Analysis
 from mpidl.nn.summary import analyze as analyze

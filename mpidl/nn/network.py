@@ -15,7 +15,6 @@ import numpy as np
 from mpidl import ops
 from mpidl.core.blocks import Blocked, OneRank, from_images, share
 from mpidl.core.tape import Var, value_of
-from mpidl.errors import UserError
 from mpidl.matlab_names import missing_attribute
 from mpidl.nn import construction, editing, graph, placement, trained_images
 from mpidl.nn.layers import Conv2D, Layer, LayerContext, Softmax
@@ -651,11 +650,3 @@ class Network:
 
     def _repr_html_(self) -> str:
         return self.analyze()._repr_html_()
-
-
-def need_network(net: object) -> None:
-    """Raise UserError unless the object is a Network."""
-    if not isinstance(net, Network):
-        layers = isinstance(net, list | tuple)
-        hint = ": use dl.Network(layers, input_shape)" if layers else ""
-        raise UserError(f"expected a network, found {type(net).__name__}{hint}")

@@ -19,7 +19,8 @@ from mpidl.data.transforms import normalize
 from mpidl.data.transforms.options import changed_augmentation
 from mpidl.errors import UserError
 from mpidl.losses import CrossEntropy
-from mpidl.nn import Network, need_network
+from mpidl.nn import Network
+from mpidl.nn.network_check import need_network
 from mpidl.training.options.training_options import TrainingOptions
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.transforms.sizes import centred
 from mpidl.errors import UserError
 from mpidl.files import call_together
-from mpidl.nn import Conv2D, Network, graph, need_network
+from mpidl.nn import Conv2D, Network, graph
+from mpidl.nn.network_check import need_network
 from mpidl.ops import check
 
 IMAGES = 4096  # number of training images whose patches are used

@@ -27,7 +27,8 @@ from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.files import check_regular, stamp, write_whole
-from mpidl.nn import Layer, Network, need_network
+from mpidl.nn import Layer, Network
+from mpidl.nn.network_check import need_network
 from mpidl.ranks.failure import launched_ranks
 from mpidl.text import name_list
 
