@@ -276,11 +276,11 @@ from mpidl.cli.train import main
 options = ["--max-iterations", "1", "--device", "cpu", "--plots", "none", "--verbose", "off"]
 main([*options, "--out", {str(tmp_path / "plain")!r}])
 print("LOADED", *sorted({OPTIONAL!r} & set(sys.modules)), "END")
-main([*options, "--timeline", "1", "--accumulate", "2", "--out", {str(tmp_path / "more")!r}])
+main([*options, "--timeline", "1", "--accumulate", "2", "--out", {str(tmp_path / "extended")!r}])
 print("LOADED", *sorted({OPTIONAL!r} & set(sys.modules)), "END")
 """
     command = [sys.executable, "-c", program]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    plain, more = (line.split()[1:-1] for line in output.splitlines() if "LOADED" in line)
+    plain, extended = (line.split()[1:-1] for line in output.splitlines() if "LOADED" in line)
     assert plain == []
-    assert more == ["mpidl.training.accumulation", "mpidl.training.timeline"]
+    assert extended == ["mpidl.training.accumulation", "mpidl.training.timeline"]

@@ -143,9 +143,9 @@ def find_gpus(host: str, environ: Mapping[str, str] = os.environ) -> RankGpus:
     """
     visible_gpus = visible()
     gpus, note = slurm_gpus(visible_gpus.gpus, host, environ)
-    found = RankGpus(host, gpus, visible_gpus.reason, visible_gpus.driver_count, note)
+    usable = RankGpus(host, gpus, visible_gpus.reason, visible_gpus.driver_count, note)
     if not gpus:
-        return found
+        return usable
     from mpidl.backends.gpu import nvrtc
 
     try:
@@ -153,7 +153,7 @@ def find_gpus(host: str, environ: Mapping[str, str] = os.environ) -> RankGpus:
             nvrtc.find(architecture)
     except UserError as error:
         return RankGpus(host, (), str(error), visible_gpus.driver_count)
-    return found
+    return usable
 
 
 def slurm_gpus(
