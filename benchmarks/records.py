@@ -26,10 +26,10 @@ from mpidl.launcher import environment
 from mpidl.nn import zoo
 from mpidl.ranks.world import World
 from mpidl.report import Metrics
-from mpidl.training import tracking_hooks
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions
+from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook
 from mpidl.training.train import train
 
 SILENT, METRICS = "no records", "metrics"
@@ -115,7 +115,7 @@ def train_epoch(side: str, images: data.Datastore, world: World, out: str, seed:
         "digits", epochs=1, seed=seed, plots="none", verbose="off", verbose_every=0
     )
     timer = Timer(side == SILENT)
-    hooks = [tracking_hooks.TensorBoardHook()] if side in (TENSORBOARD, MONITOR) else []
+    hooks = [TensorBoardHook()] if side in (TENSORBOARD, MONITOR) else []
     with _monitor(out) if side == MONITOR and not world.rank else contextlib.nullcontext():
         train(net, images, options, world=world, out=out, hooks=[*hooks, timer])
     return timer.seconds, weights_sha256(net)

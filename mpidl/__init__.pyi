@@ -83,9 +83,9 @@ from mpidl.training.optimizers import Adam as Adam
 from mpidl.training.optimizers import AdamW as AdamW
 from mpidl.training.optimizers import RMSProp as RMSProp
 from mpidl.training.options.training_options import TrainingOptions as TrainingOptions
-from mpidl.training.tracking_hooks import MLflowHook as MLflowHook
-from mpidl.training.tracking_hooks import TensorBoardHook as TensorBoardHook
-from mpidl.training.tracking_hooks import WandbHook as WandbHook
+from mpidl.training.tracking_hooks.mlflow import MLflowHook as MLflowHook
+from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook as TensorBoardHook
+from mpidl.training.tracking_hooks.wandb import WandbHook as WandbHook
 from mpidl.training.train import train as train
 from mpidl.training.whitening import whiten as whiten
 

@@ -71,3 +71,14 @@ class RankError(Exception):
     def __init__(self, text: str, rank: int | None = None, host: str | None = None):
         super().__init__(text)
         self.rank, self.host = rank, host
+
+
+def describe(error: BaseException) -> str:
+    """Return a one-line description of an exception.
+
+    The description includes the type of the exception unless mpidl defines the type.
+    """
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    if isinstance(error, (UserError, Fault)) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -254,3 +256,31 @@ def test_imports_for_typing_and_inside_functions_are_allowed():
     text += "def f():\n    import h5py, rich\n"
     allowed = {"mpidl.training.a": text, "mpidl.training.b": "from mpidl.training import a\n"}
     assert violations(read_package() | allowed) == []
+
+
+OPTIONAL = {
+    *("mpidl.backends.gpu.launching", "mpidl.comm.nccl", "mpidl.data.storage.store"),
+    *("mpidl.data.formats.mat", "mpidl.data.formats.packed", "mpidl.data.formats.table"),
+    *("mpidl.report.plots", "mpidl.report.progress.notebook", "mpidl.training.accumulation"),
+    *("mpidl.training.batchnorm_population", "mpidl.training.notebook_hook"),
+    *("mpidl.training.timeline", "mpidl.training.tracking_hooks.base", "mpidl.training.whitening"),
+}
+
+
+def test_a_plain_training_loads_no_module_of_an_option_that_is_not_set(tmp_path):
+    """A training with an option loads its modules; see the negative control in the same run."""
+    program = f"""
+import sys
+from mpidl.cli.train import main
+
+options = ["--max-iterations", "1", "--device", "cpu", "--plots", "none", "--verbose", "off"]
+main([*options, "--out", {str(tmp_path / "plain")!r}])
+print("LOADED", *sorted({OPTIONAL!r} & set(sys.modules)), "END")
+main([*options, "--timeline", "1", "--accumulate", "2", "--out", {str(tmp_path / "extended")!r}])
+print("LOADED", *sorted({OPTIONAL!r} & set(sys.modules)), "END")
+"""
+    command = [sys.executable, "-c", program]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    plain, extended = (line.split()[1:-1] for line in output.splitlines() if "LOADED" in line)
+    assert plain == []
+    assert extended == ["mpidl.training.accumulation", "mpidl.training.timeline"]

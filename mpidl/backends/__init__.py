@@ -17,13 +17,13 @@ import numpy as np
 
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
-from mpidl.backends.interface import Backend
-from mpidl.core.blocks import Blocked
 from mpidl.core.device_array import is_device_array
 
 if TYPE_CHECKING:
     from mpidl.backends.cpu.backend import CPU as CPU
+    from mpidl.backends.interface import Backend
     from mpidl.backends.reference.backend import REFERENCE as REFERENCE
+    from mpidl.core.blocks import Blocked
 
 WINOGRAD = ("auto", "off", "fast")
 PRECISION = ("fp32", "tf32")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpidl.cli.arguments import STORAGE
-from mpidl.data.storage import settings, store
+from mpidl.data.storage import objects, settings
 from mpidl.errors import StorageFault, UserError
 from mpidl.files import call_together, on_rank_0
 from mpidl.ranks.world import World
@@ -45,7 +45,7 @@ def configure(options: Mapping[str, Any], world: World | None = None) -> None:
         raise UserError(
             f"--upload {printable(target)}: expected a URL such as s3://bucket/prefix, found a path"
         )
-    on_rank_0(world, lambda: store.store_of(target) and None)  # checks the packages
+    on_rank_0(world, lambda: objects.store_of(target) and None)  # checks the packages
 
 
 def upload(folder: str, target: str) -> None:
@@ -60,7 +60,7 @@ def upload(folder: str, target: str) -> None:
         with open(os.path.join(folder, name), "rb") as file:
             content = file.read()
         try:
-            store.store_of(target).write(f"{target.rstrip('/')}/{name}", content)
+            objects.store_of(target).write(f"{target.rstrip('/')}/{name}", content)
         except (UserError, StorageFault) as error:
             raise StorageFault(
                 f"--upload: {error}; the results are in {printable(folder)}"

@@ -1,10 +1,20 @@
 from mpidl.data.array_datastore import ArrayDatastore as ArrayDatastore
 from mpidl.data.combined import combined as combined
 from mpidl.data.datastore import Datastore as Datastore
-from mpidl.data.formats import *
+from mpidl.data.formats.cells import Cells as Cells
 from mpidl.data.formats.cells import cells as cells
+from mpidl.data.formats.cifar import cifar_folder as cifar_folder
 from mpidl.data.formats.digits import digit_angles as digit_angles
 from mpidl.data.formats.digits import digits as digits
+from mpidl.data.formats.folder import ImageFolder as ImageFolder
+from mpidl.data.formats.hdf5 import HDF5Datastore as HDF5Datastore
+from mpidl.data.formats.idx import idx_folder as idx_folder
+from mpidl.data.formats.idx import read_idx as read_idx
+from mpidl.data.formats.mat import mat_file as mat_file
+from mpidl.data.formats.npz import npz_file as npz_file
+from mpidl.data.formats.packed import PackedDatastore as PackedDatastore
+from mpidl.data.formats.packing import pack as pack
+from mpidl.data.formats.table import ImageTable as ImageTable
 from mpidl.data.loading.bad_images import BadImages as BadImages
 from mpidl.data.loading.cache import NodeCache as NodeCache
 from mpidl.data.queue import MinibatchQueue as MinibatchQueue

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpidl.data.datastore import Datastore
-from mpidl.data.formats import FILES, FOLDERS, FORMATS, KEYWORDS
-from mpidl.data.formats.folder import check_folder
 from mpidl.data.formats.format import Format, OpenOptions, World, agreed_format, file_format
 from mpidl.data.storage.paths import is_file, listed
 from mpidl.data.storage.settings import check_url
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, preprocessed
 from mpidl.errors import UserError
+
+KEYWORDS = ("digits", "cells")  # modules of the formats that `--data` selects by name, not by path
 
 
 class Sets(NamedTuple):
@@ -171,9 +172,10 @@ def open_validation_data(
 
 def _format_of(text: str, world: World, option: str) -> Format:
     """Return the Format of the data that `text` names. Collective."""
-    for candidate in KEYWORDS:
-        if text == candidate.name:
-            return candidate
+    if text in KEYWORDS:
+        return importlib.import_module(f"mpidl.data.formats.{text}").FORMAT
+    from mpidl.data.formats.path_formats import FORMATS  # only runs that read a path need them
+
     return agreed_format(world, FORMATS, lambda: _recognized(text, option))
 
 
@@ -182,6 +184,9 @@ def _recognized(path: str, option: str) -> Format:
 
     Raises UserError if the path does not exist, or if no format recognizes it.
     """
+    from mpidl.data.formats.folder import check_folder
+    from mpidl.data.formats.path_formats import FILES, FOLDERS
+
     if is_file(path):
         return file_format(path, option, FILES)
     check_folder(path, option)

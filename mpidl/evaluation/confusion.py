@@ -11,7 +11,6 @@ import numpy as np
 
 from mpidl.errors import UserError
 from mpidl.files import write_whole
-from mpidl.report import confusion as picture
 from mpidl.text import aligned, class_names, printable
 
 LARGEST = 1000  # largest number of classes for which a run counts confusions (8 MB per rank)
@@ -133,6 +132,8 @@ class Confusion:
         """
         check_path(path, "a confusion matrix")
         if os.fspath(path).lower().endswith(".png"):
+            from mpidl.report import confusion as picture
+
             write_whole(path, picture.draw(self.counts, self.classes, self.accuracy))
             return
         text = io.StringIO()
@@ -193,7 +194,9 @@ def check_path(path: str | os.PathLike[str], subject: str) -> None:
             f"{path}: {subject} is written as .csv or .png, found {suffix or 'no suffix'}"
         )
     if suffix == ".png":
-        picture.need_matplotlib(path)
+        from mpidl.report.confusion import need_matplotlib
+
+        need_matplotlib(path)
 
 
 def confusion_matrix(

@@ -25,6 +25,7 @@ from mpidl.evaluation.class_metrics import ClassMetrics, Tally, predicted_classe
 from mpidl.evaluation.confusion import Confusion, tally
 from mpidl.evaluation.mirrored import Flips, mirrored
 from mpidl.nn import Network
+from mpidl.nn.network_check import need_network
 from mpidl.ops.label_checks import squeezed
 from mpidl.ranks.failure import Signals
 from mpidl.ranks.world import World
@@ -382,7 +383,7 @@ def regression_errors(
         If the images have no targets, if the shapes of the targets and the outputs differ, or if
         there are no images.
     """
-    losses.need_network(net)
+    need_network(net)
     datastore = evaluated_images(datastore)
     if datastore.targets_shape is None:
         raise UserError(f"{datastore.describe()}: the images have no targets to compare with")

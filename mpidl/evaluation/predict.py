@@ -26,6 +26,7 @@ from mpidl.matlab_names import explain_arguments
 from mpidl.nn import Network
 from mpidl.nn.inference import fold_batchnorm
 from mpidl.nn.layers import Sigmoid, Softmax
+from mpidl.nn.network_check import need_network
 from mpidl.ranks.world import World
 
 
@@ -168,7 +169,7 @@ def classify(
         If the network expects images of another shape or was trained for regression, or if `names`
         is True and the network has no class names.
     """
-    losses.need_network(net)
+    need_network(net)
     if losses.has_separate_labels(net):
         reason, bound = "its loss is binary-crossentropy", "0"
         if isinstance(net.layers[-1], Sigmoid):
@@ -323,7 +324,7 @@ def by_batch(
 
 def images_for(net: Network, images: Datastore | MinibatchQueue | Arrays | np.ndarray) -> Datastore:
     """Convert images to a datastore; raise UserError if the network expects another image shape."""
-    losses.need_network(net)
+    need_network(net)
     if isinstance(images, Datastore | MinibatchQueue | tuple):
         images = evaluated_images(images)
     else:

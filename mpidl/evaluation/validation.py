@@ -1,19 +1,23 @@
 """Validate during training: decide when to validate, when to stop, and which network is best."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidl.data.datastore import Datastore, Subset
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import UserError
-from mpidl.evaluation.evaluate import Evaluation, evaluate
 from mpidl.nn import Network
 from mpidl.ranks.failure import Signals
 from mpidl.ranks.world import World
+
+if TYPE_CHECKING:
+    from mpidl.evaluation.evaluate import Evaluation
 
 # {table of a checkpoint for the best network: attribute of the network that the table stores}
 BEST = {"best_learnables": "parameters", "best_state": "state"}
@@ -183,6 +187,8 @@ class Validation:
         return self.final
 
     def _evaluate(self, net, signals, progress, **options):
+        from mpidl.evaluation.evaluate import evaluate  # only runs with a validation set
+
         return evaluate(
             net,
             self.store,
@@ -226,6 +232,8 @@ class Validation:
         self.owed = self.store is not None and saved.get("owed", False)
         self.last, self.last_iteration, self.final = None, 0, None
         if self.store is not None and saved.get("last"):
+            from mpidl.evaluation.evaluate import Evaluation
+
             self.last, self.last_iteration = Evaluation(*saved["last"]), saved["at"]
         self.best = {table: arrays[table] for table in BEST if table in arrays}
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from mpidl.errors import UserError
 from mpidl.ranks import failure
-from mpidl.report.progress import notebook
+from mpidl.report.progress import notebook, notebook_records
 
 MAIN = "__mp_main__"  # name under which ranks run the main program again, as in multiprocessing
 LOCK_FILE = "locked"  # the launching process locks this file until it ends
@@ -53,7 +53,7 @@ def main(folder: str) -> None:
             world = World()
             rank, host = world.rank, world.host
             if task["live"] and rank == 0:
-                notebook.record_in(folder)
+                notebook_records.record_in(folder)
                 world.listeners.append(listener := notebook.LoopListener())
             _run_main_program(task["main"])
             function, arguments = _load_task(file)

@@ -4,7 +4,6 @@ from mpidl.losses.checks import check as check
 from mpidl.losses.checks import check_names as check_names
 from mpidl.losses.checks import label_range as label_range
 from mpidl.losses.checks import labels_per_image as labels_per_image
-from mpidl.losses.checks import need_network as need_network
 from mpidl.losses.checks import output_class_names as output_class_names
 from mpidl.losses.checks import trained_classes as trained_classes
 from mpidl.losses.cross_entropy_loss import CrossEntropy as CrossEntropy

@@ -12,6 +12,7 @@ from mpidl.losses.dice_loss import Dice
 from mpidl.losses.label_checks import targets_shape
 from mpidl.losses.named import has_class_scores, has_label_scores, label_loss, loss_function
 from mpidl.nn import Network
+from mpidl.nn.network_check import need_network
 from mpidl.ops.label_checks import squeezed
 from mpidl.text import class_names, name_list
 
@@ -77,14 +78,6 @@ def check_names(
             f"found {name_list(names)}, where label {other[0]} differs; set the class names with "
             "`classes=` of ImageFolder, ArrayDatastore or another datastore"
         )
-
-
-def need_network(net: object) -> None:
-    """Raise UserError unless the object is a Network."""
-    if not isinstance(net, Network):
-        layers = isinstance(net, list | tuple)
-        hint = ": use dl.Network(layers, input_shape)" if layers else ""
-        raise UserError(f"expected a network, found {type(net).__name__}{hint}")
 
 
 def check(

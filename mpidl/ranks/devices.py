@@ -6,9 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpidl.backends.gpu import nvrtc
 from mpidl.backends.gpu.discovery import Gpu, visible
-from mpidl.comm import nccl
 from mpidl.errors import UserError
 
 if TYPE_CHECKING:
@@ -95,6 +93,9 @@ def use_gpu(world: World, gpu: Gpu | None) -> None:
     UserError
         On all ranks, if a rank cannot use its GPU.
     """
+    if gpu is None and world.device is None:
+        world.gop("and", False)  # other ranks may open or close GPUs
+        return
     from mpidl.backends.gpu import launching
     from mpidl.backends.gpu.sums import Counts
 
@@ -109,6 +110,8 @@ def use_gpu(world: World, gpu: Gpu | None) -> None:
         world.device = world.mover = world.counts = None
     if gpu is None:
         return
+    from mpidl.comm import nccl
+
     device = error = None
     try:
         device = open_gpu(gpu)
@@ -140,12 +143,17 @@ def find_gpus(host: str, environ: Mapping[str, str] = os.environ) -> RankGpus:
     """
     visible_gpus = visible()
     gpus, note = slurm_gpus(visible_gpus.gpus, host, environ)
+    usable = RankGpus(host, gpus, visible_gpus.reason, visible_gpus.driver_count, note)
+    if not gpus:
+        return usable
+    from mpidl.backends.gpu import nvrtc
+
     try:
         for architecture in sorted({gpu.architecture for gpu in gpus}):
             nvrtc.find(architecture)
     except UserError as error:
         return RankGpus(host, (), str(error), visible_gpus.driver_count)
-    return RankGpus(host, gpus, visible_gpus.reason, visible_gpus.driver_count, note)
+    return usable
 
 
 def slurm_gpus(

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpidl.comm.messaging import Messaging
 from mpidl.comm.transport import Cancelled
-from mpidl.errors import Fault, UserError
+from mpidl.errors import Fault, UserError, describe
 from mpidl.ranks.devices import RankGpus, find_gpus
 from mpidl.ranks.job_guard import JobTransport
 from mpidl.ranks.thread_budget import Cores, available_cores
@@ -208,14 +208,3 @@ def _portable(error):
         return error
     except Exception:
         return Fault(describe(error))
-
-
-def describe(error: BaseException) -> str:
-    """Return a one-line description of an exception.
-
-    The description includes the type of the exception unless mpidl defines the type.
-    """
-    text = next((line for line in str(error).splitlines() if line.strip()), "")
-    if isinstance(error, (UserError, Fault)) and text:
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

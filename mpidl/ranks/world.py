@@ -14,7 +14,7 @@ from mpidl.backends.cpu import builds
 from mpidl.comm import world
 from mpidl.comm.transport import START_SECONDS
 from mpidl.errors import UserError
-from mpidl.ranks import devices, failure, serial, thread_budget, ulfm, watchdog
+from mpidl.ranks import failure, serial, thread_budget, ulfm, watchdog
 from mpidl.ranks.job_guard import JobTransport
 
 if TYPE_CHECKING:
@@ -185,6 +185,8 @@ class World(world.World):
         """
         if self.device_request == (device, gpus):
             return []
+        from mpidl.ranks import devices
+
         gpu, lines = devices.choose_device(self, device, gpus)
         devices.use_gpu(self, gpu)
         self.device_request = device, gpus
@@ -290,6 +292,8 @@ class World(world.World):
         many worlds.
         """
         if self.device is not None:
+            from mpidl.ranks import devices
+
             devices.use_gpu(self, None)
         super().close()
 

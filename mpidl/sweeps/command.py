@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from mpidl.cli import arguments, train_run
 from mpidl.cli.parser import Parser, count
 from mpidl.data.storage.settings import refuse_remote
-from mpidl.errors import Fault, FolderInUse, LostLock, UserError
+from mpidl.errors import Fault, FolderInUse, LostLock, UserError, describe
 from mpidl.files import on_rank_0, reason
 from mpidl.ranks import failure
-from mpidl.ranks.groups import Group, describe
+from mpidl.ranks.groups import Group
 from mpidl.ranks.world import World
 from mpidl.report import stop_file
 from mpidl.report.progress.rows import clock

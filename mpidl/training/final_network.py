@@ -14,7 +14,6 @@ from mpidl.nn import Network
 from mpidl.ranks import failure
 from mpidl.ranks.failure import Signals
 from mpidl.training import batchnorm_moving
-from mpidl.training.batchnorm_population import population_state
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE
 
 if TYPE_CHECKING:
@@ -111,6 +110,8 @@ def _population_queue(trainer):
 
 
 def _population_state(trainer, net, queue, signals) -> dict[str, np.ndarray] | None:
+    from mpidl.training.batchnorm_population import population_state
+
     world = trainer.world
     with trainer.console.stage("batch-norm statistics", len(trainer.datastore)) as progress:
         return population_state(net.on(world.device), queue, world, signals, progress)

@@ -28,19 +28,14 @@ import numpy as np
 
 from mpidl import phases
 from mpidl.errors import UserError
-from mpidl.evaluation import class_metrics
-from mpidl.report.progress import notebook
-from mpidl.training.audit import AuditHook
-from mpidl.training.options.training_options import TrainingOptions
+from mpidl.report.progress import notebook_records
 from mpidl.training.progress import EpochSummary, Progress
 from mpidl.training.rank_times import RankTimesHook
-from mpidl.training.rollback import Rollback, RollbackHook
-from mpidl.training.skipped_images import SkippedImagesHook
 from mpidl.training.status_hooks import StopFileHook
-from mpidl.training.timeline import TimelineHook
 
 if TYPE_CHECKING:
-    from mpidl.training.load_balancing import LoadBalancer
+    from mpidl.training.options.training_options import TrainingOptions
+    from mpidl.training.rollback import Rollback
     from mpidl.training.steps import StepResult
     from mpidl.training.trainer import Trainer
 
@@ -134,6 +129,8 @@ class ConsoleHook:
         numbers = trainer.options.epochs, trainer.total_iterations, trainer.position.iteration
         validation, metrics = trainer.validation, ()
         if validation.store is not None:
+            from mpidl.evaluation import class_metrics
+
             loss = validation.loss_function
             metrics = class_metrics.requested(validation.metrics, loss, trainer.net)
         has_validation = validation.store is not None
@@ -156,59 +153,6 @@ class ConsoleHook:
     def finish(self, trainer: Trainer) -> None:
         if trainer.position.batch:
             trainer.console.last_iteration()
-
-
-class LiveHook:
-    """Sends the progress of the run from rank 0 to the notebook that launched the ranks."""
-
-    def __init__(self, recorder: notebook.Recorder) -> None:
-        self.recorder, self.validated = recorder, 0
-
-    def start(self, trainer: Trainer) -> None:
-        self.validated = trainer.validation.last_iteration
-        position, total = trainer.position, trainer.total_iterations
-        self.recorder.write(
-            "start", epochs=trainer.options.epochs, iterations=total, iteration=position.iteration
-        )
-
-    def iteration(self, trainer: Trainer, result: StepResult) -> None:
-        info = result.info
-        self.recorder.write(
-            "iteration",
-            epoch=info.epoch,
-            iteration=info.iteration,
-            loss=result.loss,
-            accuracy=result.accuracy,
-            learning_rate=info.learning_rate,
-            images_per_second=result.images_per_second,
-        )
-
-    def step(self, trainer: Trainer) -> None:
-        validation = trainer.validation
-        if validation.last is not None and validation.last_iteration != self.validated:
-            self.validated = validation.last_iteration
-            self._write("validation", validation.last, self.validated)
-
-    def _write(self, kind, evaluation, iteration):
-        metrics = {} if evaluation.metrics is None else evaluation.metrics.values
-        numbers = {"loss": evaluation.loss, "accuracy": evaluation.accuracy}
-        self.recorder.write(kind, metrics, iteration=iteration, **numbers)
-
-    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
-        self.step(trainer)
-        self.recorder.write(
-            "epoch", iteration=summary.iteration, loss=summary.loss, accuracy=summary.accuracy
-        )
-
-    def finish(self, trainer: Trainer) -> None:
-        self.recorder.write("state", state="finishing")
-
-    def end(self, trainer: Trainer) -> None:
-        self.step(trainer)
-        if (final := trainer.validation.final) is not None:
-            self._write("final_validation", final, trainer.returned_iteration)
-        is_stopped = trainer.signals.agreed or trainer.signals.name is not None
-        self.recorder.write("state", state="stopped" if is_stopped else "finished")
 
 
 class OutputFunctionsHook:
@@ -250,16 +194,6 @@ class OutputFunctionsHook:
             answer = function(progress)
             if isinstance(answer, bool | np.bool_) and answer:
                 trainer.stop()
-
-
-class BalanceHook:
-    """Sets each rank's share of the next epoch in proportion to the rank's measured speed."""
-
-    def __init__(self, balancer: LoadBalancer) -> None:
-        self.balancer = balancer
-
-    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
-        trainer.queue.load = self.balancer.load()
 
 
 class CheckpointHook:
@@ -314,15 +248,33 @@ def of_run(
         Keeps the state to which the run returns if its loss is not finite. By default, such a loss
         ends the run.
     """
-    recorder = notebook.recorder()
-    hooks = [MetricsHook(), ValidationHook(), ConsoleHook()]
-    hooks += [LiveHook(recorder)] if recorder else []
+    hooks: list[Any] = [MetricsHook(), ValidationHook(), ConsoleHook()]
+    if (recorder := notebook_records.recorder()) is not None:
+        from mpidl.training.notebook_hook import NotebookHook
+
+        hooks.append(NotebookHook(recorder))
     hooks += [OutputFunctionsHook(), *user_hooks]
-    hooks += [BalanceHook(balancer)] if balancer else []
-    hooks += [SkippedImagesHook()] if options.on_bad_image == "skip" else []
-    hooks += [AuditHook()] if options.audit_every else []
-    hooks += [RollbackHook(rollback)] if rollback else []
+    if balancer is not None:
+        from mpidl.training.load_balancing import BalanceHook
+
+        hooks.append(BalanceHook(balancer))
+    if options.on_bad_image == "skip":
+        from mpidl.training.skipped_images import SkippedImagesHook
+
+        hooks.append(SkippedImagesHook())
+    if options.audit_every:
+        from mpidl.training.audit import AuditHook
+
+        hooks.append(AuditHook())
+    if rollback is not None:
+        from mpidl.training.rollback import RollbackHook
+
+        hooks.append(RollbackHook(rollback))
     hooks += [RankTimesHook(), CheckpointHook(), StopFileHook()]
-    hooks += [PlotHook()] if options.plots != "none" else []
-    hooks += [TimelineHook(options)] if options.timeline else []
+    if options.plots != "none":
+        hooks.append(PlotHook())
+    if options.timeline:
+        from mpidl.training.timeline import TimelineHook
+
+        hooks.append(TimelineHook(options))
     return Hooks(hooks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,14 +16,25 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.queue import need_full_batch
 from mpidl.data.transforms import normalize
-from mpidl.data.transforms.augment import Augmenter
-from mpidl.data.transforms.mixing import Mixing
+from mpidl.data.transforms.options import changed_augmentation
 from mpidl.errors import UserError
-from mpidl.evaluation import class_metrics
 from mpidl.losses import CrossEntropy
 from mpidl.nn import Network
-from mpidl.training import whitening
+from mpidl.nn.network_check import need_network
 from mpidl.training.options.training_options import TrainingOptions
+
+if TYPE_CHECKING:
+    from mpidl.data.transforms.augment import Augmenter
+    from mpidl.data.transforms.mixing import Mixing
+
+
+def augmenter_of(options: TrainingOptions) -> Augmenter | None:
+    """Return the Augmenter that the options describe, or None if images are not augmented."""
+    if options.augmenter is None and not changed_augmentation(options):
+        return None
+    from mpidl.data.transforms.augment import Augmenter
+
+    return Augmenter.of_options(options)
 
 
 def mixing_of(options: TrainingOptions) -> Mixing | None:
@@ -34,13 +45,16 @@ def mixing_of(options: TrainingOptions) -> Mixing | None:
     UserError
         If the images are not shuffled in every epoch.
     """
-    mixing = Mixing.of_options(options)
-    if mixing is not None and options.shuffle != "every-epoch":
+    if not (options.mixup or options.cutmix):
+        return None
+    from mpidl.data.transforms.mixing import Mixing
+
+    if options.shuffle != "every-epoch":
         raise UserError(
             "--mixup and --cutmix: expected --shuffle every-epoch, because images are mixed with "
             f"their neighbours in the shuffled order, found {options.shuffle}"
         )
-    return mixing
+    return Mixing.of_options(options)
 
 
 def _check_mixing(options, loss, datastore):
@@ -70,12 +84,21 @@ def _check_mixing(options, loss, datastore):
 
 def image_shape(options: TrainingOptions, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape (C, P, Q) of images after augmentation, given the datastore's (C, H, W)."""
-    augmenter = Augmenter.of_options(options)
+    augmenter = augmenter_of(options)
     if augmenter is None:
         return tuple(shape)
     label = "crop" if options.augmenter is not None else "--random-crop"
     label = label if options.resized_crop is None else "--resized-crop"
     return augmenter.image_shape(shape, label)
+
+
+def _layers_to_whiten(net):
+    """Call `whitening.layers_to_whiten` if there may be such layers."""
+    if not net.unwhitened:
+        return []
+    from mpidl.training import whitening
+
+    return whitening.layers_to_whiten(net)
 
 
 def check_types(
@@ -85,7 +108,7 @@ def check_types(
 
     Raise UserError if an argument has the wrong type.
     """
-    losses.need_network(net)
+    need_network(net)
     datastore = as_datastore(datastore, "images to train on")
     if not isinstance(options, TrainingOptions):
         hint = ": use TrainingOptions(**options)" if isinstance(options, dict) else ""
@@ -128,16 +151,19 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     store = options.validation
     if store is not None and not len(store):
         raise UserError(f"validation: {store.describe()}: expected images, found none")
-    augmenter, trained = Augmenter.of_options(options), copy.copy(net)
+    augmenter, trained = augmenter_of(options), copy.copy(net)
     trained.crop = None if augmenter is None else augmenter.window
     if store is not None and not trained.takes(store.image_shape):
         raise UserError(
             f"validation: {store.describe()}: expected images of shape {net.input_shape}, which "
             f"the network expects, found {store.image_shape}"
         )
-    whitening.layers_to_whiten(net)  # raises UserError
+    _layers_to_whiten(net)  # raises UserError
     loss = options.loss_with_options()
-    class_metrics.requested(options.metrics, loss, net)
+    if options.metrics:
+        from mpidl.evaluation import class_metrics
+
+        class_metrics.requested(options.metrics, loss, net)
     _check_mixing(options, loss, datastore)
     for images in (datastore, store):
         if images is not None:
@@ -182,11 +208,11 @@ def prepare(
     dict
         Keyword arguments of the `MinibatchQueue` for training.
     """
-    augmenter = Augmenter.of_options(options)
+    augmenter = augmenter_of(options)
     is_new = checkpoint_tables is None
     if net.normalization is not None and not net.normalization.is_known:
         net.normalization = None  # `check` has made sure that the caller chose one
-    needs_filters = is_new and bool(whitening.layers_to_whiten(net))
+    needs_filters = is_new and bool(_layers_to_whiten(net))
     needs_statistics = is_new and net.normalization is None
     if needs_statistics:
         needs_statistics = normalize.needs_statistics(options.normalization, datastore)
@@ -205,6 +231,8 @@ def prepare(
     net.normalization = normalization
     net.crop = None if augmenter is None else augmenter.window
     if needs_filters:
+        from mpidl.training import whitening
+
         whitening.whiten(net, images, world)
     net.preprocess = datastore.preprocess or net.preprocess
     net.input_function = None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from mpidl.training.progress import EpochSummary
+    from mpidl.training.trainer import Trainer
 
 PARTS = 1000  # the weight of the fastest rank
 
@@ -54,3 +58,13 @@ class LoadBalancer:
         # A rank that has measured nothing gets the mean speed of the other ranks.
         speeds[speeds == 0] = speeds[speeds > 0].mean()
         return tuple(max(1, round(PARTS * speed)) for speed in (speeds / speeds.max()).tolist())
+
+
+class BalanceHook:
+    """Sets each rank's share of the next epoch in proportion to the rank's measured speed."""
+
+    def __init__(self, balancer: LoadBalancer) -> None:
+        self.balancer = balancer
+
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
+        trainer.queue.load = self.balancer.load()

@@ -17,7 +17,6 @@ from mpidl.core.blocks import LANES, blocks_of
 from mpidl.core.fold import split_blocks
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.pipeline import blocks_per_task
-from mpidl.evaluation import evaluate
 from mpidl.training import input_pipeline
 from mpidl.training.options.training_options import TrainingOptions
 
@@ -44,7 +43,9 @@ def for_images(options: TrainingOptions, datastore: Datastore, world: Any) -> in
     reserved = queue_bytes(options, datastore, shape, options.batch_size, world, staged)
     store = options.validation
     if store is not None:
-        validation = queue_bytes(options, store, shape, evaluate.BATCH, world)
+        from mpidl.evaluation.evaluate import BATCH
+
+        validation = queue_bytes(options, store, shape, BATCH, world)
         concurrent = bool(options.validation_frequency)
         reserved = reserved + validation if concurrent else max(reserved, validation)
     return max(0, options.cache_mb * MB - reserved)

@@ -10,7 +10,7 @@ import numpy as np
 from mpidl import phases
 from mpidl.backends.cpu import arenas
 from mpidl.data.parts import PartedBatch
-from mpidl.training import accumulation, cpu_step
+from mpidl.training import cpu_step
 from mpidl.training.cpu_step import Stage, StepProgram
 from mpidl.training.steps import EagerStep
 
@@ -196,6 +196,8 @@ class ReplayedParts(ReplayedStep):
         if not isinstance(images.batch, PartedBatch):
             return super()._gradient(images, targets)
         state = {name: np.array(array) for name, array in self.net.state.items()}
+        from mpidl.training import accumulation
+
         arguments = self.objective, self.net, images, targets
         try:
             return accumulation.accumulated(self._part, *arguments)

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from mpidl.errors import LostLock, UserError
+from mpidl.errors import LostLock, UserError, describe
 from mpidl.files import call_together
 from mpidl.ranks import survival
 from mpidl.ranks.failure import Signals
-from mpidl.ranks.groups import describe
 from mpidl.ranks.world import World
 from mpidl.report import status, stop_file
 from mpidl.training.files import lock_file

@@ -5,8 +5,6 @@ from __future__ import annotations
 from mpidl import losses
 from mpidl.data import MinibatchQueue
 from mpidl.errors import UserError
-from mpidl.training import accumulation, cpu_step
-from mpidl.training.replayed_step import ReplayedParts, ReplayedStep
 from mpidl.training.steps import EagerStep, RecordedStep
 
 
@@ -39,8 +37,14 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
     """
     arguments = datastore, options.batch_size, options.seed, world, options.shuffle
     labels_per_image = losses.labels_per_image(net, datastore)
-    accumulation.check(options, loss, world.device)
+    if options.accumulate > 1:
+        from mpidl.training import accumulation
+
+        accumulation.check(options, loss, world.device)
     if world.device is None:
+        from mpidl.training import cpu_step  # only ranks without a GPU record on the CPU
+        from mpidl.training.replayed_step import ReplayedParts, ReplayedStep
+
         is_recordable = cpu_step.is_recordable(net, optimizer, loss, options)
         replayed = ReplayedStep if options.accumulate == 1 else ReplayedParts
         step_class = replayed if is_recordable else EagerStep

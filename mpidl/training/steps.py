@@ -20,7 +20,6 @@ from mpidl import losses, phases
 from mpidl.core.grad import value_and_grad
 from mpidl.data.parts import PartedBatch, parts_of
 from mpidl.errors import NotFinite, UserError
-from mpidl.training import accumulation
 from mpidl.training.optimizers import Optimizer
 
 STEPS_AHEAD = 4  # largest number of GPU steps that may be pending when a step is submitted
@@ -87,6 +86,8 @@ class EagerStep:
 
     def compute_parts(self) -> None:
         """Prepare for mini-batches in parts; call this method before the first step."""
+        from mpidl.training import accumulation
+
         self.objective = accumulation.PartObjective(self.objective)
         self.gradient = value_and_grad(self.objective, reduce=self.world)
 
@@ -121,6 +122,8 @@ class EagerStep:
 
     def _gradient(self, images, targets):
         if isinstance(images.batch, PartedBatch):
+            from mpidl.training import accumulation
+
             arguments = self.gradient, self.objective, self.net, images, targets
             return accumulation.accumulated(*arguments)
         return self.gradient(self.net, images, targets)

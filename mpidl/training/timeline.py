@@ -11,6 +11,7 @@ from mpidl.comm.clocks import compare_clocks, to_rank_0
 from mpidl.errors import UserError
 from mpidl.phases import SPAN, Seconds
 from mpidl.report import timeline_table, trace_file
+from mpidl.training.files.run_folder import TIMELINE
 from mpidl.training.rank_times import device_name
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from mpidl.training.options.training_options import TrainingOptions
     from mpidl.training.progress import EpochSummary
     from mpidl.training.trainer import Trainer
-
-FILE = "timeline.json.gz"
 
 
 class TimelineHook:
@@ -107,7 +106,7 @@ class TimelineHook:
                 spans[edge] = to_rank_0(spans[edge], self.offsets[number], offsets[number])
             ranks[number] = rank._replace(spans=spans)
         ranks, last = trace_file.cut_to_common(ranks)
-        path = os.path.join(trainer.writer.out, FILE)
+        path = os.path.join(trainer.writer.out, TIMELINE)
         lines = timeline_table.summary(ranks)
         errors = [max(a.error, b.error) for a, b in zip(self.offsets, offsets, strict=True)]
         facts = {

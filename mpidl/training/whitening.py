@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from mpidl import losses
 from mpidl.core import keyed
 from mpidl.core.blocks import OneRank
 from mpidl.data.array_datastore import as_datastore
 from mpidl.data.checks import read_images
 from mpidl.data.datastore import Datastore
-from mpidl.data.transforms.augment import centred
+from mpidl.data.transforms.sizes import centred
 from mpidl.errors import UserError
 from mpidl.files import call_together
 from mpidl.nn import Conv2D, Network, graph
+from mpidl.nn.network_check import need_network
 from mpidl.ops import check
 
 IMAGES = 4096  # number of training images whose patches are used
@@ -107,7 +107,7 @@ def whiten(net: Network, datastore: Datastore, world: Any = None) -> None:
     A frozen whitening layer speeds up the first epochs. See Page, "How to train your ResNet", 2019,
     and Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024, section 3.2.
     """
-    losses.need_network(net)
+    need_network(net)
     datastore = as_datastore(datastore, "training images")
     shape, expected = datastore.image_shape, net.input_shape
     if not len(datastore) or shape[0] != expected[0] or min(np.subtract(shape, expected)) < 0:

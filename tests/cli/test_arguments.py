@@ -6,7 +6,7 @@ from image_sets import refusal
 import mpidl_command
 from mpidl.cli import arguments, parser
 from mpidl.cli.parser import DESCRIBE, Parser, ParserReady, typed_command
-from mpidl.data.formats import FILES
+from mpidl.data.formats.path_formats import FILES
 from mpidl.errors import UserError
 
 COMMANDS = tuple(mpidl_command.commands())

@@ -12,7 +12,7 @@ from short_training import CLASSES, SIDE, pictures, small, trained
 
 import mpidl as dl
 from mpidl.data.datastore import Datastore
-from mpidl.evaluation import validation
+from mpidl.evaluation import evaluate, validation
 from mpidl.ranks import failure
 from mpidl.report import Console, metrics, plots
 from mpidl.training.files import checkpoint
@@ -167,9 +167,7 @@ def test_patience_and_the_best_network(world):
 
 def test_patience_counts_from_the_least_loss(monkeypatch):
     losses = iter([3.0, 2.0, 2.0, 2.5, 1.0, 1.0, float("nan"), 1.0])
-    monkeypatch.setattr(
-        validation, "evaluate", lambda *_, **__: dl.Evaluation(0.5, next(losses), 1)
-    )
+    monkeypatch.setattr(evaluate, "evaluate", lambda *_, **__: dl.Evaluation(0.5, next(losses), 1))
     options = dl.TrainingOptions(validation_patience=3, validation=pictures(3))
     progress, states = validation.Validation(options, None), []
     for iteration in range(1, 9):

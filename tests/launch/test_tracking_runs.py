@@ -209,12 +209,13 @@ from mpidl.ranks import failure
 from mpidl.errors import UserError
 from mpidl.report.trackers.tracking import Tracker
 from mpidl.training import tracking_hooks
+from mpidl.training.tracking_hooks import base
 
 class FullDisk(Tracker):
     def close(self, state="finished"):
         raise UserError("store: cannot be written: No space left on device")
 
-class FullDiskHook(tracking_hooks.TrackingHook):
+class FullDiskHook(base.TrackingHook):
     def __init__(self):
         super().__init__()
         self.ends_with_training = False

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from image_sets import refusal
 
+from mpidl.backends.gpu import nvrtc
 from mpidl.backends.gpu.discovery import Gpu, Visible
 from mpidl.comm import nccl
 from mpidl.comm.nccl import Capabilities, choose_transport
@@ -142,9 +143,9 @@ def test_a_gpu_needs_a_compiler_of_kernels(monkeypatch):
         raise UserError(f"no installed NVRTC supports {architecture}")
 
     monkeypatch.setattr(devices, "visible", lambda: Visible((gpu("A"),), "", 1))
-    monkeypatch.setattr(devices.nvrtc, "find", lambda architecture: None)
+    monkeypatch.setattr(nvrtc, "find", lambda architecture: None)
     assert devices.find_gpus("node0", {}).gpus == (gpu("A"),)
-    monkeypatch.setattr(devices.nvrtc, "find", fail_to_find)
+    monkeypatch.setattr(nvrtc, "find", fail_to_find)
     rank = devices.find_gpus("node0", {})
     assert rank == RankGpus("node0", (), "no installed NVRTC supports sm_90", 1)
     assert assign_gpus([rank], "auto").gpus is None

@@ -8,6 +8,7 @@ from image_sets import refusal
 from test_devices import seeing
 
 import mpidl as dl
+from mpidl.errors import describe
 from mpidl.ranks import devices, groups, thread_budget
 from mpidl.ranks.groups import Group, Neighbours
 from mpidl.ranks.thread_budget import Cores
@@ -133,9 +134,9 @@ def test_the_shared_memory_of_a_task_is_freed(world):
 
 
 def test_describe():
-    assert groups.describe(dl.UserError("a line")) == "a line"
-    assert groups.describe(ValueError("one\ntwo")) == "ValueError: one"
-    assert groups.describe(KeyError()) == "KeyError"
+    assert describe(dl.UserError("a line")) == "a line"
+    assert describe(ValueError("one\ntwo")) == "ValueError: one"
+    assert describe(KeyError()) == "KeyError"
 
 
 def member(rank, size, neighbours):

@@ -10,7 +10,7 @@ from short_training import pictures, small, trained
 
 import mpidl as dl
 from mpidl.errors import UserError
-from mpidl.evaluation import validation
+from mpidl.evaluation import evaluate as evaluation
 from mpidl.report.trackers import tracking
 from mpidl.training import tracking_hooks
 from mpidl.training.files.run_folder import make_folder
@@ -47,7 +47,7 @@ class Calls(tracking.Tracker):
         self.calls.append(("close", state))
 
 
-class CallsHook(tracking_hooks.TrackingHook):
+class CallsHook(base.TrackingHook):
     def __init__(self, fails_at=None):
         super().__init__()
         self.calls = Calls(fails_at)
@@ -191,13 +191,13 @@ def confusions(hook):
 
 
 def test_trackers_share_one_confusion_matrix(world, drawn, monkeypatch):
-    counts, evaluate = [], validation.evaluate
+    counts, evaluate = [], evaluation.evaluate
 
     def counted(*arguments, confusion=False, **options):
         counts.append(confusion)
         return evaluate(*arguments, confusion=confusion, **options)
 
-    monkeypatch.setattr(validation, "evaluate", counted)
+    monkeypatch.setattr(evaluation, "evaluate", counted)
     hooks = [CallsHook(), CallsHook()]
     train(world, hooks)
     assert counts == [False, False, False, True]  # only the final validation counts them
@@ -207,7 +207,7 @@ def test_trackers_share_one_confusion_matrix(world, drawn, monkeypatch):
 
 
 def test_a_signal_ends_the_pass_for_the_confusion_matrix(world, drawn, monkeypatch):
-    evaluate, results = validation.evaluate, []
+    evaluate, results = evaluation.evaluate, []
 
     def interrupted(*arguments, signals, confusion=False, **options):
         if confusion and world.rank == world.size - 1:
@@ -215,7 +215,7 @@ def test_a_signal_ends_the_pass_for_the_confusion_matrix(world, drawn, monkeypat
         results.append(evaluate(*arguments, signals=signals, confusion=confusion, **options))
         return results[-1]
 
-    monkeypatch.setattr(validation, "evaluate", interrupted)
+    monkeypatch.setattr(evaluation, "evaluate", interrupted)
     hook = CallsHook()
     train(world, [hook])
     assert [result.images for result in results] == [20, 20, 20, 0]
@@ -316,7 +316,7 @@ def test_tensorboard_without_a_folder_is_refused(world):
 def test_wandb_without_a_folder_is_refused(world):
     pytest.importorskip("wandb", reason="pip install 'mpidl[wandb]'")
     with pytest.raises(UserError, match="--wandb: expected a folder for the run"):
-        train(world, [tracking_hooks.WandbHook()])
+        train(world, [dl.WandbHook()])
 
 
 @pytest.mark.parametrize(

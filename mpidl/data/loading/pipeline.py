@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,11 +14,14 @@ from mpidl.core.blocks import LANES
 from mpidl.data.checks import check_below, check_finite, read_images, read_targets
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import unreadable
-from mpidl.data.transforms.augment import Augmenter, centred
 from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
-from mpidl.data.transforms.mixing import Mixing
 from mpidl.data.transforms.normalize import Normalization
+from mpidl.data.transforms.sizes import centred
 from mpidl.errors import UserError
+
+if TYPE_CHECKING:
+    from mpidl.data.transforms.augment import Augmenter
+    from mpidl.data.transforms.mixing import Mixing
 
 SPAN = 1 << 20  # minimum number of bytes that a task reads, unless the rank's share is smaller
 

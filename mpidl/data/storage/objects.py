@@ -11,15 +11,17 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpidl.data.storage import disk_cache, settings
-from mpidl.data.storage.store import store_of
 from mpidl.errors import UserError
 from mpidl.files import RawFile, Stamp
 from mpidl.text import printable
+
+if TYPE_CHECKING:
+    from mpidl.data.storage.store import Store
 
 GAP = 64 << 10  # ranges are read by one request if the gap between them has at most this size
 MAX_SPAN = 4 << 20  # maximum number of bytes of a request that reads several ranges
@@ -30,6 +32,13 @@ PIECE = 8 << 20  # bytes per request of a copy to --cache-dir
 
 # State of the garbage collector: number of active pauses, and whether it was enabled before.
 _pause_lock, _pauses, _was_enabled = threading.Lock(), 0, True
+
+
+def store_of(url: str) -> Store:
+    """Return the store of a URL. Runs that read only files do not import it."""
+    from mpidl.data.storage import store
+
+    return store.store_of(url)
 
 
 class Span(NamedTuple):

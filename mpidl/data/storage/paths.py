@@ -15,7 +15,6 @@ from typing import BinaryIO, NamedTuple
 
 from mpidl.data.storage import objects
 from mpidl.data.storage.settings import check_url, is_remote
-from mpidl.data.storage.store import store_of
 from mpidl.errors import UserError
 from mpidl.files import Stamp, check_regular, open_regular, stamp, unreadable
 from mpidl.text import printable
@@ -48,7 +47,7 @@ class Listing:
     def find(self, url: str) -> tuple[Stamp | None, dict[str, Stamp | None] | None]:
         """Return (Stamp of the object, content of the folder) at a URL. Either may be None."""
         if self._folders is None:
-            self._folders = self._tree(store_of(self.url).listing(self.url))
+            self._folders = self._tree(objects.store_of(self.url).listing(self.url))
         relative = url[len(self.url) + 1 :]
         content = self._folders.get(relative)
         if not relative:
@@ -135,7 +134,7 @@ def stamp_of(path: str) -> Stamp:
         check_regular(status := os.stat(path))
         return stamp(status)
     listing = _listing_of(path)
-    stamp_found = store_of(path).stamp(path) if listing is None else listing.find(path)[0]
+    stamp_found = objects.store_of(path).stamp(path) if listing is None else listing.find(path)[0]
     if stamp_found is None:
         raise unreadable(path, FileNotFoundError())
     return stamp_found

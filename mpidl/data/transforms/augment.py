@@ -17,7 +17,7 @@ from mpidl.backends.reference.images import windows as moved_windows
 from mpidl.data.transforms import draws, erasing, jitter, resized_crop
 from mpidl.data.transforms.augmenter_options import AugmenterOptions
 from mpidl.data.transforms.image_targets import nearest_warp
-from mpidl.data.transforms.options import AugmentationOptions
+from mpidl.data.transforms.options import AugmentationOptions, changed_augmentation
 from mpidl.errors import UserError
 from mpidl.options.declaration import declared, numbers_of, rule_of
 
@@ -146,7 +146,7 @@ class Augmenter(AugmenterOptions):
         """
         declarations = declared(AugmentationOptions)
         values = {name: getattr(options, name) for name in declarations}
-        changed = [name for name, value in values.items() if value != declarations[name].default]
+        changed = changed_augmentation(options)
         if options.augmenter is not None:
             if not isinstance(options.augmenter, Augmenter):
                 raise UserError(f"augmenter: expected an Augmenter, found {options.augmenter!r}")
@@ -421,8 +421,3 @@ class Augmenter(AugmenterOptions):
         ranges: list[Any] = [self.brightness, self.contrast, self.saturation, self.hue]
         drawn = [draws.between(r[0], r[1], v) for r, v in zip(ranges, u, strict=True)]
         return jitter.ColourChange(*drawn)
-
-
-def centred(shape: Sequence[int], crop: Sequence[int]) -> tuple[int, int]:
-    """Return (top, left) of a centred window of size `crop` (P, Q) in images (C, H, W)."""
-    return (shape[1] - crop[0]) // 2, (shape[2] - crop[1]) // 2

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from mpidl.data.transforms.sizes import checked_size
 from mpidl.errors import UserError
 from mpidl.text import did_you_mean
 
@@ -302,20 +303,6 @@ def _range(name, value, symmetric=False):
     if not (np.isfinite(low) and np.isfinite(high) and low <= high):
         raise UserError(f"{name}: expected {words} with low <= high, got {value!r}")
     return low, high
-
-
-def checked_size(name: str, value: Any) -> tuple[int, int]:
-    """Return a size as (height, width) of at least 1.
-
-    Raises UserError if the value is not such a size. The message contains the argument's `name`.
-    """
-    try:
-        height, width = (int(n) for n in value)
-    except (TypeError, ValueError):
-        raise UserError(f"{name}: expected (height, width), got {value!r}") from None
-    if min(height, width) < 1:
-        raise UserError(f"{name}: expected a height and a width of at least 1, got {value!r}")
-    return height, width
 
 
 def _plain(value):

@@ -9,6 +9,7 @@ from mpidl.options.declaration import (
     Size,
     at_least,
     choice,
+    declared,
     factor,
     one_of,
     option,
@@ -217,6 +218,12 @@ class AugmentationOptions:
         default="noise",
     )
     augmenter: "Augmenter | None" = None  # in Python only, instead of the options above
+
+
+def changed_augmentation(options: AugmentationOptions) -> list[str]:
+    """Return the names of the options of augmentation that differ from their defaults."""
+    declarations = declared(AugmentationOptions).items()
+    return [name for name, rule in declarations if getattr(options, name) != rule.default]
 
 
 @options_class(group="Augmentation", resume="fixed")

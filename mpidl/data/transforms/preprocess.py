@@ -19,9 +19,8 @@ from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.images import planes_of_arrow
 from mpidl.data.checks import read_images
 from mpidl.data.datastore import Datastore, Derived, Indices, describe_derived
-from mpidl.data.transforms.augment import centred
-from mpidl.data.transforms.augmenter_options import checked_size
 from mpidl.data.transforms.jitter import GRAY
+from mpidl.data.transforms.sizes import centred, checked_size
 from mpidl.errors import UserError
 from mpidl.files import digest
 from mpidl.options.declaration import SIZE, numbers_of

@@ -25,7 +25,6 @@ import numpy as np
 
 from mpidl import side_process
 from mpidl.errors import Fault, LostLock, UserError
-from mpidl.report import plots
 from mpidl.training.files import checkpoint, lock_file
 
 CHECKPOINT, PLOT = "checkpoint", "plot"
@@ -136,7 +135,7 @@ class BackgroundWriter:
         if self.process:
             self._send(job)
         else:
-            plots.progress(metrics, path)
+            _draw(job)
         if wait:
             self.wait()
 
@@ -296,10 +295,16 @@ def _pass_on(jobs):
     os._exit(0)
 
 
+def _draw(job):
+    from mpidl.report import plots
+
+    plots.progress(job["metrics"], job["path"])
+
+
 def _perform(job, memory):
     os.chdir(job["working_folder"])
     if job["kind"] == PLOT:
-        plots.progress(job["metrics"], job["path"])
+        _draw(job)
     else:
         mapped = mmap.mmap(memory, 0, access=mmap.ACCESS_READ)
         tables = {

@@ -23,13 +23,12 @@ from typing import Any, TypedDict
 import numpy as np
 
 from mpidl import losses
-from mpidl.data.formats import hdf5_probe
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.files import check_regular, stamp, write_whole
-from mpidl.losses.checks import need_network
 from mpidl.nn import Layer, Network
+from mpidl.nn.network_check import need_network
 from mpidl.ranks.failure import launched_ranks
 from mpidl.text import name_list
 
@@ -107,6 +106,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]]
         check_regular(status := os.stat(path))
         several = launched_ranks() is not None
         version = status.st_ino, *stamp(status)
+        from mpidl.data.formats import hdf5_probe  # only for reading
+
         problem = hdf5_probe.problem_of(path, version, is_shared=several)
         if problem is not None:
             raise Torn(f"it cannot be read: {problem}")

@@ -21,7 +21,6 @@ from mpidl.ranks import hang_report
 from mpidl.ranks.world import World
 from mpidl.report import Metrics, history, metrics, status
 from mpidl.report.trackers import tracking
-from mpidl.training import timeline
 from mpidl.training.audit import audit
 from mpidl.training.files import checkpoint, lock_file
 from mpidl.training.files.background import BackgroundWriter
@@ -29,7 +28,7 @@ from mpidl.training.files.run_lock import RunLock
 from mpidl.training.progress import Position
 
 BAD_IMAGES, CONFUSION, TENSORBOARD = "bad-images.csv", "confusion.csv", "tensorboard"
-CLASS_METRICS = "class-metrics.csv"
+CLASS_METRICS, TIMELINE = "class-metrics.csv", "timeline.json.gz"
 EVENT_FILES = "events.out.tfevents.*"  # in the folder TENSORBOARD
 # A folder with one of these files belongs to a run.
 MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, history.FILE, status.NAME)
@@ -48,7 +47,7 @@ RESULTS = (
     "progress.png",
     status.NAME,
     "summary.json",
-    timeline.FILE,
+    TIMELINE,
     tracking.IDENTITIES,
 )
 COPIED = (history.FILE, TENSORBOARD)  # copied if a run is resumed in a different folder

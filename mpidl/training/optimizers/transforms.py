@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidl import backends
 from mpidl.attribute_changes import CountingDict, CountsChanges
-from mpidl.backends.interface import Backend
 from mpidl.training.optimizers.options import check
+
+if TYPE_CHECKING:
+    from mpidl.backends.interface import Backend
 
 Tables = dict[str, dict[str, np.ndarray]]  # {table: {parameter: array}}
 

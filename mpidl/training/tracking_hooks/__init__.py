@@ -11,22 +11,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpidl.errors import UserError
-from mpidl.evaluation.evaluate import Evaluation
-from mpidl.ranks.world import World
 from mpidl.report.trackers import tracking
-from mpidl.training.options.training_options import TrainingOptions
-from mpidl.training.tracking_hooks.base import TrackingHook
-from mpidl.training.tracking_hooks.mlflow import MLflowHook
-from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook
-from mpidl.training.tracking_hooks.wandb import WandbHook
 
-__all__ = [
-    *("MLflowHook", "TensorBoardHook", "TrackingHook", "WandbHook"),
-    *("abandoned_on_error", "concluded", "of_run", "with_tensorboard"),
-]
+if TYPE_CHECKING:
+    from mpidl.evaluation.evaluate import Evaluation
+    from mpidl.ranks.world import World
+    from mpidl.training.options.training_options import TrainingOptions
+    from mpidl.training.tracking_hooks.base import TrackingHook
 
 
 def of_run(options: TrainingOptions, run: Mapping[str, Any]) -> list[TrackingHook]:
@@ -43,10 +37,16 @@ def of_run(options: TrainingOptions, run: Mapping[str, Any]) -> list[TrackingHoo
     """
     hooks: list[TrackingHook] = []
     if options.tensorboard == "on":
+        from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook
+
         hooks.append(TensorBoardHook())
     if run["mlflow"] is not None:
+        from mpidl.training.tracking_hooks.mlflow import MLflowHook
+
         hooks.append(MLflowHook(run["mlflow"]))
     if run["wandb"] is not None:
+        from mpidl.training.tracking_hooks.wandb import WandbHook
+
         hooks.append(WandbHook(run["wandb"]))
     for hook in hooks:
         hook.ends_with_training = False
@@ -82,7 +82,11 @@ def with_tensorboard(hooks: Iterable[Any], options: TrainingOptions, out: object
         If a hook must be added and the run has no folder.
     """
     hooks = list(hooks)
-    if options.tensorboard != "on" or any(isinstance(hook, TensorBoardHook) for hook in hooks):
+    if options.tensorboard != "on":
+        return hooks
+    from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook
+
+    if any(isinstance(hook, TensorBoardHook) for hook in hooks):
         return hooks
     if out is None:
         raise UserError("tensorboard: expected a folder for the run, dl.train(..., out=FOLDER)")
@@ -95,6 +99,8 @@ def abandoned_on_error(hooks: Iterable[Any]) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        from mpidl.training.tracking_hooks.base import TrackingHook
+
         for hook in hooks:
             if isinstance(hook, TrackingHook):
                 hook.abandon()

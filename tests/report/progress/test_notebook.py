@@ -9,7 +9,7 @@ from short_training import pictures, small
 
 import mpidl as dl
 from mpidl.report import Console
-from mpidl.report.progress import notebook
+from mpidl.report.progress import notebook, notebook_records
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def displays(monkeypatch):
 @pytest.fixture
 def recorded(monkeypatch, tmp_path):
     """Make this test's training runs record their progress in a folder. Return the folder."""
-    monkeypatch.setattr(notebook, "_folder", str(tmp_path))
+    monkeypatch.setattr(notebook_records, "_folder", str(tmp_path))
     return tmp_path
 
 
@@ -96,7 +96,7 @@ def test_each_training_has_a_display(recorded, displays, world):
 
 def test_a_training_that_runs_or_is_killed(recorded, displays):
     """An incomplete line is read once it is complete, and the last update stops the clock."""
-    notebook.recorder().write("start", epochs=20, iterations=1000, iteration=0)
+    notebook_records.recorder().write("start", epochs=20, iterations=1000, iteration=0)
     (path,) = recorded.iterdir()
     display = notebook.LiveDisplay(str(recorded))
     display.update()
@@ -115,7 +115,7 @@ def test_a_training_that_runs_or_is_killed(recorded, displays):
 
 
 def test_the_last_update_reads_the_end(recorded, displays):
-    recorder = notebook.recorder()
+    recorder = notebook_records.recorder()
     recorder.write("start", epochs=20, iterations=1000, iteration=0)
     display = notebook.LiveDisplay(str(recorded))
     display.update()
@@ -125,7 +125,7 @@ def test_the_last_update_reads_the_end(recorded, displays):
 
 
 def test_a_training_without_a_launch_records_nothing(tmp_path):
-    assert notebook.recorder() is None and not notebook.in_notebook()
+    assert notebook_records.recorder() is None and not notebook.in_notebook()
 
 
 def test_a_stopped_training_says_so(recorded, displays, world):
