@@ -24,8 +24,14 @@ from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook
 from mpidl.training.tracking_hooks.wandb import WandbHook
 
 __all__ = [
-    *("MLflowHook", "TensorBoardHook", "TrackingHook", "WandbHook"),
-    *("abandoned_on_error", "concluded", "of_run", "with_tensorboard"),
+    "MLflowHook",
+    "TensorBoardHook",
+    "TrackingHook",
+    "WandbHook",
+    "abandoned_on_error",
+    "concluded",
+    "of_run",
+    "with_tensorboard",
 ]
 
 
