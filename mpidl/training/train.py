@@ -157,7 +157,7 @@ def train(
                     optimizer.learning_rate = rate  # undo the changes of the schedule
 
 
-def _checked(net, datastore, options, world, optimizer):
+def _checked(net, datastore, options, world, optimizer) -> tuple[Datastore, TrainingOptions, World]:
     """Check what is trained on what; return the training images, the options and the world."""
     if optimizer is not None:
         check_optimizer(optimizer, net)

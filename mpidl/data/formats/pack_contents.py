@@ -187,12 +187,7 @@ def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: 
             raise UserError(f"{source}: {part}: expected checksums and labels of {count} images")
         if labels is not None and len(labels) != count:
             raise UserError(f"{source}: {part}: expected checksums and labels of {count} images")
-        fingerprint, of_files = (
-            text_of(hdf5.attribute(group, name)) for name in ("fingerprint", "files_fingerprint")
-        )
-        for digits in (fingerprint, fingerprint if of_files is None else of_files):
-            if not isinstance(digits, str) or not re.fullmatch("[0-9a-f]{64}", digits):
-                raise UserError(f"{source}: {part}: expected a fingerprint of 64 digits")
+        fingerprint, of_files = _fingerprints(group, f"{source}: {part}")
         preprocess = _preprocess(group, f"{source}: {part}")
     image_shape = rows["images"].shape if images is not None else ()
     contents = Contents(
@@ -212,6 +207,17 @@ def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: 
         preprocess=preprocess,
     )
     return contents if image_shape else _with_first_image(contents, source)
+
+
+def _fingerprints(group, place):
+    """Return the fingerprints of the part and, unless it is None, of the files it was made of."""
+    fingerprint, of_files = (
+        text_of(hdf5.attribute(group, name)) for name in ("fingerprint", "files_fingerprint")
+    )
+    for digits in (fingerprint, fingerprint if of_files is None else of_files):
+        if not isinstance(digits, str) or not re.fullmatch("[0-9a-f]{64}", digits):
+            raise UserError(f"{place}: expected a fingerprint of 64 digits")
+    return fingerprint, of_files
 
 
 def _names(file, part, count, source):
