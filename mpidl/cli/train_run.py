@@ -125,9 +125,8 @@ class _Training:
         self.source = pretrained.load(self.resolved, self.resume, sets.train, world)
         if self.source is not None and not preprocess:
             preprocess = pretrained.conversion(self.source.net, sets.train, settings)
-            sets = registry.Sets(
-                *(images and data.preprocessed(images, preprocess) for images in sets)
-            )
+            converted = (images and data.preprocessed(images, preprocess) for images in sets)
+            sets = registry.Sets(*converted)
         with self.console.stage("reading the test data"):
             train_set, test_set = start.with_test(
                 run,
@@ -143,8 +142,8 @@ class _Training:
             _check_shape("--test-data", test_set, train_set)
         self._choose_validation(registry.Sets(train_set, sets.validation, test_set), preprocess)
         self.image_shape = input_pipeline.image_shape(self.settings, self.sets.train.image_shape)
-        # Only to check the augmentation.
-        Pipeline(self.sets.train, data.Augmenter.of_options(self.settings))
+        augmenter = data.Augmenter.of_options(self.settings)
+        Pipeline(self.sets.train, augmenter)  # only to check the augmentation
 
     def _choose_validation(self, sets, preprocess):
         """Set the validation images in `sets` and `settings`.
@@ -304,7 +303,8 @@ class _Training:
     def _conclude(self):
         """Test the network and write the results; return the exit code."""
         stopped = self.result.stopped
-        self.test, self.skipped = None, BadImages.of_options(self.settings)  # of the test set
+        self.test = None
+        self.skipped = BadImages.of_options(self.settings)  # images of the test set
         if stopped in (None, progress.PATIENCE):
             if self.sets.test is not None:
                 self.test = self._evaluate()
@@ -405,9 +405,9 @@ class _Training:
             "skipped_images": result.skipped_images + skipped_tests,
             "weights_sha256": model_file.weights_sha256(self.net),
         }
-        return (
-            summary if self.weights_file is None else {**summary, "weights_file": self.weights_file}
-        )
+        if self.weights_file is not None:
+            summary["weights_file"] = self.weights_file
+        return summary
 
 
 class _PageHook:
