@@ -20,27 +20,34 @@ class Wing(NamedTuple):
 
 WINGS = {  # {folder in mpidl/, with dots: wing}
     "interchange": Wing(
-        "weights and networks as safetensors and ONNX",
-        *("convert", "Convert networks between file formats"),
+        purpose="weights and networks as safetensors and ONNX",
+        command="convert",
+        summary="Convert networks between file formats",
     ),
     "sweeps": Wing(
-        "many models at once, on groups of ranks",
-        *("sweep", "Train many models on groups of ranks"),
+        purpose="many models at once, on groups of ranks",
+        command="sweep",
+        summary="Train many models on groups of ranks",
     ),
     "jobs": Wing(
-        "ranks started from a notebook, and jobs that start again after they have died",
-        *("launch", "Start a training again if it dies"),
+        purpose="ranks started from a notebook, and jobs that start again after they have died",
+        command="launch",
+        summary="Start a training again if it dies",
     ),
     "performance": Wing(
-        "scaling studies and predictions of the speed",
-        *("scaling", "Measure and predict the speed on many numbers of ranks"),
+        purpose="scaling studies and predictions of the speed",
+        command="scaling",
+        summary="Measure and predict the speed on many numbers of ranks",
     ),
     "report.live": Wing(
-        "the live page of runs", *("monitor", "Show runs in a browser, and stop them")
+        purpose="the live page of runs",
+        command="monitor",
+        summary="Show runs in a browser, and stop them",
     ),
     "report.page": Wing(
-        "pages about finished runs",
-        *("report", "Show the results of runs, or write a page about them"),
+        purpose="pages about finished runs",
+        command="report",
+        summary="Show the results of runs, or write a page about them",
     ),
 }
 

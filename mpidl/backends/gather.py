@@ -18,10 +18,9 @@ FUNCTIONS = tuple(
 
 
 # The modules in each backend's package that define the backend's functions.
-FAMILIES = (
-    *("conv", "transposed", "dense", "batchnorm", "activation", "pool", "pad", "lrn", "dropout"),
-    *("join", "loss", "dice", "optimizer", "images"),
-)
+FAMILIES = """
+conv transposed dense batchnorm activation pool pad lrn dropout join loss dice optimizer images
+""".split()
 
 
 class _Functions(types.SimpleNamespace):

@@ -27,21 +27,24 @@ a signal (USR1, TERM, INT), the file `stop` or the page of mpidl.monitor: run ag
 """
 
 # The ten most common options of a command, in the order in which --help shows them.
-TRAIN_COMMON = (
-    *("data", "network", "weights", "epochs", "batch_size", "solver", "learning_rate"),
-    *("device", "out", "resume"),
-)
-PREDICT_COMMON = (
-    *("model", "data", "out", "top_k", "confusion", "activations", "resize", "colour"),
-    *("batch_size", "device"),
-)
-VERIFY_COMMON = (
-    *("ranks", "network", "data", "max_iterations", "batch_size", "solver", "learning_rate"),
-    *("device", "threads", "seed"),
-)
+TRAIN_COMMON = """
+data network weights epochs batch_size solver learning_rate device out resume
+""".split()
+PREDICT_COMMON = """
+model data out top_k confusion activations resize colour batch_size device
+""".split()
+VERIFY_COMMON = """
+ranks network data max_iterations batch_size solver learning_rate device threads seed
+""".split()
 # Training options that mpidl.predict also accepts.
 PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
 PREDICT += ("on_bad_image", "test_flips")
+# Training options that mpidl.verify also accepts.
+VERIFY = """
+max_iterations batch_size loss solver learning_rate momentum l2 shuffle learn_rate_schedule
+gradient_threshold gradient_threshold_method device gpus graphs precision threads winograd batchnorm
+timeout seed
+""".split()
 STORAGE = tuple(declared(Settings))
 PREPROCESS = tuple(declared(PreprocessOptions))
 
@@ -183,11 +186,13 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         "srun's option --mpi",
     )
     parser.add_options(
-        *("network", "weights", *declared(TransferInputs), "data", *PREPROCESS, *STORAGE),
-        *("max_iterations", "batch_size", "loss", "solver", "learning_rate", "momentum", "l2"),
-        *("shuffle", "learn_rate_schedule", "gradient_threshold", "gradient_threshold_method"),
-        *("device", "gpus", "graphs", "precision", "threads", "winograd", "batchnorm", "timeout"),
-        "seed",
+        "network",
+        "weights",
+        *declared(TransferInputs),
+        "data",
+        *PREPROCESS,
+        *STORAGE,
+        *VERIFY,
         max_iterations=5,
     )
     options = vars(parser.parse(argv))

@@ -43,6 +43,30 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     UserError
         If an argument is invalid.
     """
+    parsed = _parser(quiet).parse(argv)
+    preprocess = Preprocess.of_options(vars(parsed))
+    shapes_file = parsed.shards or parsed.shard_mb or parsed.images != "decoded"
+    if parsed.verify and (parsed.target or preprocess or shapes_file):
+        raise UserError("--verify: expected only a packed file")
+    if not parsed.verify and parsed.target is None:
+        raise UserError("DST.h5: expected the file to write, found none")
+    check_url(parsed.source, "SRC")
+    refuse_remote(parsed.target, "DST.h5", "a file")
+    storage = {name: v for name, v in vars(parsed).items() if name in arguments.STORAGE}
+    return argparse.Namespace(
+        storage=storage,
+        source=parsed.source,
+        target=parsed.target,
+        images=parsed.images,
+        shards=parsed.shards,
+        shard_mb=parsed.shard_mb,
+        preprocess=preprocess,
+        threads=parsed.threads or len(os.sched_getaffinity(0)),
+        verify=parsed.verify,
+    )
+
+
+def _parser(quiet):
     parser = Parser(
         "mpidl.pack",
         "Write the images of a folder, or of any other source, to one file or to a few shards,\n"
@@ -91,27 +115,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         action="store_true",
         help="Check SRC, a packed file, against its checksums",
     )
-    parsed = parser.parse(argv)
-    preprocess = Preprocess.of_options(vars(parsed))
-    shapes_file = parsed.shards or parsed.shard_mb or parsed.images != "decoded"
-    if parsed.verify and (parsed.target or preprocess or shapes_file):
-        raise UserError("--verify: expected only a packed file")
-    if not parsed.verify and parsed.target is None:
-        raise UserError("DST.h5: expected the file to write, found none")
-    check_url(parsed.source, "SRC")
-    refuse_remote(parsed.target, "DST.h5", "a file")
-    storage = {name: v for name, v in vars(parsed).items() if name in arguments.STORAGE}
-    return argparse.Namespace(
-        storage=storage,
-        source=parsed.source,
-        target=parsed.target,
-        images=parsed.images,
-        shards=parsed.shards,
-        shard_mb=parsed.shard_mb,
-        preprocess=preprocess,
-        threads=parsed.threads or len(os.sched_getaffinity(0)),
-        verify=parsed.verify,
-    )
+    return parser
 
 
 def _images(text):

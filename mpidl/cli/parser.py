@@ -19,9 +19,18 @@ UNGROUPED = "Other options"
 RUN = "Run and results"
 # Titles of groups of options, in the order in which --help shows them.
 GROUPS = (
-    *(RUN, "Images", "Augmentation", "Study", "Object stores", "Start from weights"),
-    *("Length and mini-batches", "Solver", "Learning rate schedule", "Validation"),
-    *("Hardware and speed", "Progress"),
+    RUN,
+    "Images",
+    "Augmentation",
+    "Study",
+    "Object stores",
+    "Start from weights",
+    "Length and mini-batches",
+    "Solver",
+    "Learning rate schedule",
+    "Validation",
+    "Hardware and speed",
+    "Progress",
 )
 SHORT_LIST = 13  # a command with more options than this has a short --help
 MAX_CHOICES = 40  # longest list of choices, in characters, that --help shows after a flag

@@ -176,7 +176,8 @@ def _outputs(parsed, world, net, images, loss):
             on_rank_0(world, lambda: evaluation.confusion.save(parsed.confusion))
     elif has_targets:
         errors = evaluate.regression_errors(
-            *(net, images),
+            net,
+            images,
             world=world,
             batch_size=parsed.batch_size,
             bad_images=parsed.bad_images,
@@ -311,11 +312,8 @@ def _shortest(value):
     return str(value) if isinstance(value, int) else f"{value:.9g}"
 
 
-def _classes(parsed, world, net, images, classes, loss, reason):
-    """Classify images, write the scores, and print the accuracy if the images have labels.
-
-    `reason` explains why images in sub-folders have no labels; for other images it is None.
-    """
+def _check_class_options(parsed, images, count, reason):
+    """Raise UserError if an option does not fit a model with `count` classes and these images."""
     missing = [name for name in ("top_k", "confusion", "metrics") if getattr(parsed, name)]
     if images.labels is None and missing:
         flag, suffix = training_options.flag(missing[0]), f": {reason}" if reason else ""
@@ -324,9 +322,17 @@ def _classes(parsed, world, net, images, classes, loss, reason):
         )
     if parsed.out and parsed.out.lower().endswith(arrays.ENDINGS):
         raise UserError(f"--out {parsed.out}: class scores are written as .csv")
-    (count,) = net.output_shape
     if parsed.top_k and parsed.top_k > count:
         raise UserError(f"--top-k {parsed.top_k}: the model has {count} classes")
+
+
+def _classes(parsed, world, net, images, classes, loss, reason):
+    """Classify images, write the scores, and print the accuracy if the images have labels.
+
+    `reason` explains why images in sub-folders have no labels; for other images it is None.
+    """
+    (count,) = net.output_shape
+    _check_class_options(parsed, images, count, reason)
     table = np.zeros((count, count), np.int64)
     in_top_k, n, text = 0, 0, io.StringIO()
     rows = csv.writer(text, lineterminator="\n")

@@ -133,25 +133,12 @@ def backward(
     empty. `progress` is called after each vjp. A tape plays only once, because saved arrays are
     freed after use.
     """
-    waiting, stack = {root: 0}, [root]
-    while stack:
-        for parent in stack.pop().parents:
-            if isinstance(parent, Var):
-                if parent not in waiting:
-                    waiting[parent] = 0
-                    stack.append(parent)
-                waiting[parent] += 1
+    waiting = _count_uses(root)
     cotangents: dict[Var, Any] = {root: seed}
     gradients: dict[Var, Any] = {}
 
     def finish(leaf: Var) -> None:
-        gradient = cotangents.pop(leaf, None)
-        if isinstance(gradient, Blocked):
-            gradient = gradient.stored()
-        if gradient is None and isinstance(leaf.value, Blocked):
-            gradient = leaf.value.like(zeros_like(leaf.value.lanes))
-        elif gradient is None:
-            gradient = zeros_like(leaf.value)
+        gradient = _gradient_of(leaf, cotangents.pop(leaf, None))
         if on_ready:
             on_ready(leaf, gradient)
         else:
@@ -197,6 +184,30 @@ def backward(
         if progress:
             progress()
     return gradients
+
+
+def _count_uses(root: Var) -> dict[Var, int]:
+    """Return how often each Var of the tape is an argument of an op."""
+    uses, stack = {root: 0}, [root]
+    while stack:
+        for parent in stack.pop().parents:
+            if isinstance(parent, Var):
+                if parent not in uses:
+                    uses[parent] = 0
+                    stack.append(parent)
+                uses[parent] += 1
+    return uses
+
+
+def _gradient_of(leaf: Var, cotangent: Any) -> Any:
+    """Return the final gradient of a leaf; zeros if the root does not depend on it."""
+    if isinstance(cotangent, Blocked):
+        return cotangent.stored()
+    if cotangent is not None:
+        return cotangent
+    if isinstance(leaf.value, Blocked):
+        return leaf.value.like(zeros_like(leaf.value.lanes))
+    return zeros_like(leaf.value)
 
 
 def _accumulate(a: Any, b: Any) -> Any:

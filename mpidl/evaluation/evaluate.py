@@ -218,55 +218,39 @@ def evaluate(
     classes = _classes(net, loss, top_k, confusion)
     names = requested(metrics, loss, net)
     world, is_own = evaluating_world(world, datastore)
-    totals, n, in_top_k = _Totals(losses.labels_per_image(net, datastore)), 0, 0
-    table = np.zeros((classes, classes), np.int64) if confusion else None
+    totals = _Totals(losses.labels_per_image(net, datastore))
     label_range = losses.label_range(loss, net)
     counts = Tally(names, loss, net, datastore) if names else None
+    ranking = _Ranking(classes, top_k, confusion, label_range) if top_k or confusion else None
     queue = {"prefetch": prefetch, "bad_images": bad_images, **label_range}
     batches = in_order(net, datastore, world, batch_size, signals, **queue)
     net, function = mirrored(net.on(world.device), test_flips), losses.loss_function(loss)
     named_loss = losses.label_loss(loss)
     for images, labels in batches:
-        if named_loss is not None and (top_k or confusion or counts):
+        if named_loss is not None and (ranking or counts):
             scores = named_loss.scores(net, images)
             terms = named_loss.of_scores(scores, labels)
         else:
             terms = function(net, images, labels)
-        # A term that is not a sum over images is equal on all ranks and is added only once.
-        addends = {i: v if isinstance(v, Partial) else replicated(v) for i, v in enumerate(terms)}
-        sums = [float(value) for value in world.gplus(addends).values()]
-        totals.add(sums, images.batch.count)
-        n += images.batch.count
+        totals.add(terms, images.batch.count, world)
         if progress is not None:
-            progress(n)
+            progress(totals.images)
         if counts is not None:
             counts.add(scores, labels)
-        if top_k or confusion:  # integer sums do not depend on the order
-            local_scores, local_labels = _counted(scores.local(), labels.local(), **label_range)
-            if confusion:
-                tally(table, local_labels, predicted_classes(local_scores))
-            if top_k:
-                in_top_k += int((places(local_scores, local_labels) < top_k).sum())
+        if ranking is not None:
+            ranking.add(scores, labels)
         del images, labels  # free their memory for the next mini-batch
     is_defined = totals.accuracy is None or not math.isnan(totals.accuracy)
-    top_k_accuracy = None
+    result = Evaluation(accuracy=totals.accuracy, loss=totals.loss, images=totals.images)
     if top_k:
-        hits = world.gop("sum", in_top_k)
-        top_k_accuracy = hits / totals.labels if is_defined else math.nan
-    result = Evaluation(
-        totals.accuracy,
-        totals.loss,
-        n,
-        top_k_accuracy,
-        Confusion(
-            world.gop("sum", table),
-            class_names(net.classes or datastore.classes, classes),
-            is_complete=is_defined,
-        )
-        if confusion
-        else None,
-        None if counts is None else counts.metrics(world, is_defined),
-    )
+        hits = world.gop("sum", ranking.hits)
+        result = result._replace(top_k=hits / totals.labels if is_defined else math.nan)
+    if confusion:
+        class_list = class_names(net.classes or datastore.classes, classes)
+        table = Confusion(world.gop("sum", ranking.table), class_list, is_complete=is_defined)
+        result = result._replace(confusion=table)
+    if counts is not None:
+        result = result._replace(metrics=counts.metrics(world, is_defined))
     if is_own:
         world.close()
     return result
@@ -279,9 +263,14 @@ class _Totals:
         self.labels_per_image = labels_per_image
         self.weighted_loss = self.weight = self.labels = 0.0
         self.correct: float | None = 0.0
+        self.images = 0
 
-    def add(self, sums, images):
-        """Add the sums (`losses.base.Sums`) of a mini-batch with this number of images."""
+    def add(self, terms, images, world):
+        """Add the terms (`losses.base.Sums`) of a mini-batch of `images` images. Collective."""
+        # A term that is not a sum over images is equal on all ranks and is added only once.
+        addends = {i: v if isinstance(v, Partial) else replicated(v) for i, v in enumerate(terms)}
+        sums = [float(value) for value in world.gplus(addends).values()]
+        self.images += images
         labels = sums[2] if len(sums) > 2 else images * self.labels_per_image
         weight = sums[3] if len(sums) > 3 else images
         self.weighted_loss += sums[0] * weight
@@ -297,6 +286,22 @@ class _Totals:
         if self.correct is None:
             return None
         return self.correct / self.labels if self.labels else math.nan
+
+
+class _Ranking:
+    """This rank's confusion matrix and top-k hits: integers, whose sums do not depend on order."""
+
+    def __init__(self, classes, top_k, confusion, label_range):
+        self.top_k, self.label_range, self.hits = top_k, label_range, 0
+        self.table = np.zeros((classes, classes), np.int64) if confusion else None
+
+    def add(self, scores, labels):
+        """Count the images of a mini-batch."""
+        scores, labels = _counted(scores.local(), labels.local(), **self.label_range)
+        if self.table is not None:
+            tally(self.table, labels, predicted_classes(scores))
+        if self.top_k:
+            self.hits += int((places(scores, labels) < self.top_k).sum())
 
 
 def _counted(scores, labels, classes, ignore_label):

@@ -105,8 +105,14 @@ def predict(
         softmax = softmax and not losses.has_separate_labels(net) and net.classes != ()
     function = scores if softmax else outputs
     return _collect(
-        *(net, images, function, net.output_shape, np.float32, world, batch_size, everywhere),
-        test_flips,
+        net,
+        images,
+        function,
+        shape=net.output_shape,
+        world=world,
+        batch_size=batch_size,
+        everywhere=everywhere,
+        test_flips=test_flips,
     )
 
 
@@ -188,9 +194,17 @@ def classify(
             "classify: names=True: expected a network with class names, found none (its `classes` "
             'are None): set net.classes = ("cat", "dog", ...)'
         )
-    images, shape = images_for(net, images), net.output_shape[1:]
-    arguments = net, images, labels, shape, np.int64, world, batch_size, everywhere, test_flips
-    indices = _collect(*arguments)
+    indices = _collect(
+        net,
+        images_for(net, images),
+        labels,
+        shape=net.output_shape[1:],
+        dtype=np.int64,
+        world=world,
+        batch_size=batch_size,
+        everywhere=everywhere,
+        test_flips=test_flips,
+    )
     if not names or indices is None:
         return indices
     return np.array([*net.classes, ""])[indices]  # -1, for NaN outputs, selects ""
@@ -250,8 +264,15 @@ def activations(
         If the network expects images of another shape.
     """
     part, images = net.up_to(layer), images_for(net, images)
-    shape = part.output_shape
-    return _collect(part, images, outputs, shape, np.float32, world, batch_size, everywhere)
+    return _collect(
+        part,
+        images,
+        outputs,
+        shape=part.output_shape,
+        world=world,
+        batch_size=batch_size,
+        everywhere=everywhere,
+    )
 
 
 def scores(net: Network, images: Blocked) -> np.ndarray:
@@ -340,15 +361,12 @@ def images_for(net: Network, images: Datastore | MinibatchQueue | Arrays | np.nd
     return images
 
 
-def _collect(
-    net, datastore, function, shape, dtype, world, batch_size, everywhere, test_flips="none"
-):
+def _collect(net, datastore, function, *, shape, dtype=np.float32, world, everywhere, **options):
     """Call a function for all images, and collect its results in one array."""
     world, is_own = evaluating_world(world, datastore)
     keeps = everywhere or world.rank == 0
     collected = np.empty((len(datastore), *shape), dtype) if keeps else None
-    options: Any = {"world": world, "batch_size": batch_size, "test_flips": test_flips}
-    for batch in by_batch(net, datastore, function, **options):
+    for batch in by_batch(net, datastore, function, world=world, **options):
         indices, values = world.broadcast(batch) if everywhere else batch
         if keeps:
             collected[indices] = values

@@ -96,10 +96,17 @@ def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = Non
     images, (batch, *image_shape), order = _image_input(
         proto.graph, nodes, constants, input_shape, path
     )
-    description = {entry.key: entry.value for entry in proto.metadata_props}
-    shape = tuple(image_shape)
     return Model(
-        *(nodes, constants, images, shape, order, batch, output, shapes, opset, description),
+        nodes=nodes,
+        constants=constants,
+        images=images,
+        image_shape=tuple(image_shape),
+        order=order,
+        batch=batch,
+        output=output,
+        shapes=shapes,
+        opset=opset,
+        description={entry.key: entry.value for entry in proto.metadata_props},
         producer=proto.producer_name,
         computed=[],
     )

@@ -121,6 +121,22 @@ def _parser(quiet):
     parser.add_argument(
         "--srun", action="store_true", help="Start the ranks with srun instead of mpirun", group=RUN
     )
+    _add_prediction(parser)
+    parser.text("--out", "DIR", "Folder of the study; default: runs/scaling-NETWORK", group=RUN)
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="Replace the study in the folder of --out",
+        group=RUN,
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="Write the table and figures again without training"
+    )
+    return parser
+
+
+def _add_prediction(parser):
+    """Add the options of a prediction and its probe."""
     parser.text(
         "--predict",
         "N,N,...",
@@ -160,17 +176,6 @@ def _parser(quiet):
         "FILE",
         "Only run the probe on the ranks that mpirun or srun started, and write its result as JSON",
     )
-    parser.text("--out", "DIR", "Folder of the study; default: runs/scaling-NETWORK", group=RUN)
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="Replace the study in the folder of --out",
-        group=RUN,
-    )
-    parser.add_argument(
-        "--table", action="store_true", help="Write the table and figures again without training"
-    )
-    return parser
 
 
 def _split(argv, parser):

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -66,6 +66,60 @@ def measure(
     progress in each. Raises UserError if the ranks compute on GPUs, if there is only one rank, or
     if there are too few images. Raises Fault if a signal stops the probe.
     """
+    _check_ranks(job)
+    lines = job.use_threads(max(options.threads, 1))
+    threads = max(job.threads)
+    store, capacity = _images(job, train_set, options)
+    # An epoch needs two mini-batches, because the first mini-batch is not measured.
+    limit = len(store) // (2 * LANES)
+    if not limit:
+        raise UserError(f"--predict: expected at least {2 * LANES} images, found {len(store)}")
+    input_pipeline.prepare(net, store, options, job)
+    reading = _reading_seconds(job, net, store, options)
+    most_ranks = max(job.hosts.count(host) for host in job.hosts)
+    kinds = [
+        (active, blocks)
+        for active in active_counts(most_ranks)
+        for blocks in block_counts(min(_most_blocks(options, active), limit), threads)
+    ]
+    timed = _time_rounds(job, net, store, options, kinds, seconds, rounds, show)
+    if job.rank == 0:
+        show("messages and sums")
+    leaves = max(blocks_of(options.batch_size), job.size)
+    network = _network(
+        job, timed.events, timed.replays_steps, leaves, 0.3 * seconds / rounds, rounds
+    )
+    shares_memory = builds.kernels() is not None
+    if shares_memory and most_ranks > 1:
+        shares_memory = job.host_memory() is not None
+    if job.rank:
+        return None
+    return {
+        "ranks": job.size,
+        "hosts": len(set(job.hosts)),
+        "ranks_per_host": most_ranks,
+        "shares_memory": shares_memory,
+        "replays_steps": timed.replays_steps,
+        "threads": threads,
+        "is_oversubscribed": any(SHARED_CORES in line for line in lines),
+        "images": len(train_set),
+        "batch_size": options.batch_size,
+        "batch_per_rank": options.batch_per_rank,
+        "workers": options.workers,
+        "cached_images": capacity,
+        "copy_seconds_per_byte": _copy_seconds(),
+        "reading_seconds_per_block": reading,
+        "seconds": seconds,
+        "rounds": rounds,
+        "events": [list(event) for event in timed.events],
+        "steps": timed.steps,
+        "coupled": timed.coupled,
+        "network": network,
+    }
+
+
+def _check_ranks(job):
+    """Raise UserError if these ranks cannot be measured."""
     if job.device is not None:
         raise UserError(
             "--predict: expected ranks on CPUs (--device cpu), found GPUs; to measure GPUs, run "
@@ -76,22 +130,20 @@ def measure(
             "--predict: expected at least 2 ranks to measure the network between them, found 1; "
             "use fewer --threads, or --probe-ranks 2"
         )
-    lines = job.use_threads(max(options.threads, 1))
-    threads = max(job.threads)
-    store, capacity = _images(job, train_set, options)
-    # An epoch needs two mini-batches, because the first mini-batch is not measured.
-    limit = len(store) // (2 * LANES)
-    if not limit:
-        raise UserError(f"--predict: expected at least {2 * LANES} images, found {len(store)}")
-    input_pipeline.prepare(net, store, options, job)
+
+
+class _TimedRounds(NamedTuple):
+    """The results of all rounds."""
+
+    steps: list[dict[str, Any]]  # a record per turn, on rank 0
+    coupled: list[float]  # mean seconds per step of each round in which all ranks train together
+    events: Any  # the messages and sums of a step
+    replays_steps: bool
+
+
+def _time_rounds(job, net, store, options, kinds, seconds, rounds, show):
+    """Time the turns of all rounds, for each (ranks per node, blocks) in `kinds`. Collective."""
     initial = copy.deepcopy((net.parameters, net.state))
-    reading = _reading_seconds(job, net, store, options)
-    most_ranks = max(job.hosts.count(host) for host in job.hosts)
-    kinds = [
-        (active, blocks)
-        for active in active_counts(most_ranks)
-        for blocks in block_counts(min(_most_blocks(options, active), limit), threads)
-    ]
     is_coupled = 2 * options.batch_size <= len(store)
     turn = max(0.7 * seconds, 1.0) / (rounds * (len(kinds) + (TOGETHER if is_coupled else 0)))
     steps, coupled, events = [], [], None
@@ -120,37 +172,7 @@ def measure(
             _train(job, net, store, options, clock, seed=options.seed)
             coupled.append(clock.mean_seconds())
     events, replays_steps = job.broadcast((events, solo.replays_steps))
-    if job.rank == 0:
-        show("messages and sums")
-    leaves = max(blocks_of(options.batch_size), job.size)
-    network = _network(job, events, replays_steps, leaves, 0.3 * seconds / rounds, rounds)
-    shares_memory = builds.kernels() is not None
-    if shares_memory and most_ranks > 1:
-        shares_memory = job.host_memory() is not None
-    if job.rank:
-        return None
-    return {
-        "ranks": job.size,
-        "hosts": len(set(job.hosts)),
-        "ranks_per_host": most_ranks,
-        "shares_memory": shares_memory,
-        "replays_steps": replays_steps,
-        "threads": threads,
-        "is_oversubscribed": any(SHARED_CORES in line for line in lines),
-        "images": len(train_set),
-        "batch_size": options.batch_size,
-        "batch_per_rank": options.batch_per_rank,
-        "workers": options.workers,
-        "cached_images": capacity,
-        "copy_seconds_per_byte": _copy_seconds(),
-        "reading_seconds_per_block": reading,
-        "seconds": seconds,
-        "rounds": rounds,
-        "events": [list(event) for event in events],
-        "steps": steps,
-        "coupled": coupled,
-        "network": network,
-    }
+    return _TimedRounds(steps, coupled, events, replays_steps)
 
 
 def _most_blocks(options, ranks):

@@ -16,13 +16,13 @@ from mpidl.report.progress.rows import clock
 from mpidl.text import aligned
 
 JSON, CSV = "scaling.json", "scaling.csv"
-COLUMNS = (
-    *("ranks", "state", "runs", "threads", "device", "is_oversubscribed", "other_load"),
-    *("images_per_second", "lowest", "highest", "speedup", "efficiency", "train_seconds"),
-    *("seconds_to_accuracy", "accuracy", "loss"),
-    *(*PHASES, "predicted_images_per_second", "prediction_error", "predicted_efficiency"),
-    *("predicted_epoch_seconds", "weights_sha256", "error"),
-)
+COLUMNS = f"""
+ranks state runs threads device is_oversubscribed other_load
+images_per_second lowest highest speedup efficiency train_seconds
+seconds_to_accuracy accuracy loss {" ".join(PHASES)}
+predicted_images_per_second prediction_error predicted_efficiency predicted_epoch_seconds
+weights_sha256 error
+""".split()
 
 
 def write(out: str, content: Mapping[str, Any]) -> None:

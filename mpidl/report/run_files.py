@@ -30,10 +30,10 @@ TIMES = (
     "other",
 )  # columns of a "ranks" record, with the seconds of each rank
 # Entries of summary.json to show in reports.
-NUMBERS = (
-    *("accuracy", "loss", "validation_accuracy", "validation_loss"),
-    *("images_per_second", "train_seconds", "epochs", "iterations", "ranks", "threads"),
-)
+NUMBERS = """
+accuracy loss validation_accuracy validation_loss
+images_per_second train_seconds epochs iterations ranks threads
+""".split()
 TEXTS = ("device", "stopped", "weights_sha256")
 
 

@@ -26,9 +26,11 @@ DIGITS = 6  # significant digits of random numbers; later digits depend on the C
 
 # Options that do not affect the weights. Their values may change when a sweep is continued.
 SPEED = (
-    *("gpus", "graphs", "threads", "worker_load", "workers", "prefetch", "cache_mb", "timeout"),
-    *("checkpoint_every", "verbose", "verbose_every", "plots"),
-    *declared(Settings),
+    """
+gpus graphs threads worker_load workers prefetch cache_mb timeout
+checkpoint_every verbose verbose_every plots
+""".split()
+    + list(declared(Settings))
 )
 
 Options = dict[str, Any]

@@ -14,10 +14,10 @@ from mpidl.report.progress.rows import clock
 from mpidl.report.progress.terminal import terminal_width
 
 CSV, PNG, FOLDS_CSV = "table.csv", "table.png", "folds.csv"
-RESULTS = (
-    *("state", "accuracy", "loss", "validation_accuracy", "validation_loss", "epochs"),
-    *("iterations", "seconds", "weights_sha256", "error"),
-)
+RESULTS = """
+state accuracy loss validation_accuracy validation_loss epochs
+iterations seconds weights_sha256 error
+""".split()
 SCORES = (
     "validation_accuracy",
     "accuracy",

@@ -109,12 +109,11 @@ class Run:
         signals: Signals,
     ) -> None:
         self.net, self.options, self.world, self.signals = net, options, world, signals
-        self.console, self.optimizer = console, optimizer
+        self.console, self.optimizer, self.optimizer_spec = console, optimizer, spec
         self.average = WeightAverage(options, optimizer)
         self.stopped: str | None = None
         self.facts: dict[str, Any] = {}
         self._seconds_apart = 0.0  # time for validations and checkpoints, excluded from the speed
-        self.optimizer_spec = spec
         self._results: collections.deque[StepResult] = collections.deque()
         load = options.load(world.size)
         cache_bytes = memory_budget.for_images(options, datastore, world)
@@ -125,30 +124,30 @@ class Run:
         self.rollback = Rollback() if options.on_nan == "rollback" else None
         net.batchnorm = options.batchnorm
         self.initial_state = {name: np.array(a) for name, a in net.state.items()}
-        arrays = None
-        if folder.resume is not None:
-            arrays = folder.resume[0]
+        is_resumed = folder.resume is not None
+        if is_resumed:
             run_state.restore(self, *folder.resume)
             if self.rollback is not None:
                 self.rollback.load(*folder.resume)
-        with console.stage("statistics of the training images"):
-            queue_options = input_pipeline.prepare(
-                net, self.datastore, options, world, arrays, self.bad_images
-            )
-        queue_options |= {"load": load, "sampling": options.sampling}
-        queue_options["partial_minibatch"] = options.partial_minibatch
+        queue_options = self._prepare_input(folder.resume[0] if is_resumed else None, load)
         balancer = LoadBalancer(world) if options.worker_load == "measured" else None
         self.queue: MinibatchQueue
         self.step: EagerStep | RecordedStep
         self._make_step = functools.partial(
             make_step,
-            *(net, optimizer, options, self.loss, world, self.datastore, queue_options, balancer),
-            folder.advice,
+            net=net,
+            optimizer=optimizer,
+            options=options,
+            loss=self.loss,
+            world=world,
+            datastore=self.datastore,
+            queue_options=queue_options,
+            balancer=balancer,
+            advice=folder.advice,
         )
         self.queue, self.step = self._make_step()
         self._per_epoch = len(self.queue)  # `finalize_network` replaces the queue
         self.start_time = time.monotonic() - self.position.seconds
-        is_resumed = folder.resume is not None
         if is_resumed and self.position.iteration:
             optimizer.learning_rate = self.learning_rate(self.position.iteration)
         self.writer = RunWriter(folder, world, self._cut() if is_resumed else None)
@@ -156,6 +155,20 @@ class Run:
         self.hooks = hook_classes.of_run(hooks, options, balancer, self.rollback)
         self.iteration_start = lost_ranks.IterationStart(world)
         self._has_started = False
+
+    def _prepare_input(self, arrays, load):
+        """Measure the training images, and return options of the queue. Collective.
+
+        A resumed run takes the statistics from the checkpoint's arrays.
+        """
+        options = self.options
+        with self.console.stage("statistics of the training images"):
+            queue_options = input_pipeline.prepare(
+                self.net, self.datastore, options, self.world, arrays, self.bad_images
+            )
+        queue_options |= {"load": load, "sampling": options.sampling}
+        queue_options["partial_minibatch"] = options.partial_minibatch
+        return queue_options
 
     @property
     def history(self) -> History:

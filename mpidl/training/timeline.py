@@ -88,9 +88,13 @@ class TimelineHook:
         if stored is None:
             return
         offsets = compare_clocks(world)
-        device, seconds, spans = device_name(world), Seconds(*self.totals), stored.array()
         rank_spans = trace_file.RankSpans(
-            *(world.host, device, spans, list(stored.labels), seconds, self.recorded),
+            host=world.host,
+            device=device_name(world),
+            spans=stored.array(),
+            labels=list(stored.labels),
+            seconds=Seconds(*self.totals),
+            iterations=self.recorded,
             is_full=stored.is_full,
         )
         ranks = world.gather(rank_spans)

@@ -115,14 +115,7 @@ def train(
     """
     options = TrainingOptions() if options is None else options
     hooks = hook_classes.check_hooks(hooks)
-    if optimizer is not None:
-        check_optimizer(optimizer, net)
-        options = replace(options, learning_rate=optimizer.learning_rate)
-    datastore, options = input_pipeline.check_types(net, datastore, options)
-    world = World(timeout=options.timeout) if world is None else world
-    options = options.for_ranks(world.size)
-    datastore, options = held_out(datastore, options)
-    input_pipeline.check(net, datastore, options)
+    datastore, options, world = _checked(net, datastore, options, world, optimizer)
     with contextlib.nullcontext(lock) if lock else RunLock(world) as run_lock:
         folder = RunFolder(out, resume, overwrite, world, run_lock)
         world.transport.report_folder = folder.out
@@ -132,10 +125,7 @@ def train(
         backends.configure(winograd=options.winograd, precision=options.precision)
         _use_device(world, options)
         lost_ranks.prepare(options, world)
-        if console is None:
-            is_verbose = options.verbose == "on"
-            console = Console(world.rank, verbose_every=options.verbose_every, progress=is_verbose)
-        with console as opened_console:
+        with console or _console_of(options, world) as opened_console:
             if (warning := empty_classes_warning(datastore)) is not None:
                 opened_console.line(warning)
             spec = None if optimizer is None else optimizer_spec(optimizer)
@@ -149,14 +139,40 @@ def train(
             ):
                 try:
                     trainer = Trainer(
-                        *(net, datastore, options, world, folder, opened_console, optimizer, spec),
-                        *(hooks, requests),
+                        net,
+                        datastore,
+                        options,
+                        world,
+                        folder=folder,
+                        console=opened_console,
+                        optimizer=optimizer,
+                        spec=spec,
+                        hooks=hooks,
+                        signals=requests,
                     )
                     trainer.facts = dict(facts or {})
                     with status_hook or contextlib.nullcontext():
                         return trainer.run()
                 finally:
                     optimizer.learning_rate = rate  # undo the changes of the schedule
+
+
+def _checked(net, datastore, options, world, optimizer) -> tuple[Datastore, TrainingOptions, World]:
+    """Check what is trained on what; return the training images, the options and the world."""
+    if optimizer is not None:
+        check_optimizer(optimizer, net)
+        options = replace(options, learning_rate=optimizer.learning_rate)
+    datastore, options = input_pipeline.check_types(net, datastore, options)
+    world = World(timeout=options.timeout) if world is None else world
+    options = options.for_ranks(world.size)
+    datastore, options = held_out(datastore, options)
+    input_pipeline.check(net, datastore, options)
+    return datastore, options, world
+
+
+def _console_of(options, world):
+    is_verbose = options.verbose == "on"
+    return Console(world.rank, verbose_every=options.verbose_every, progress=is_verbose)
 
 
 def _use_device(world, options):

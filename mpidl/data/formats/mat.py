@@ -129,58 +129,64 @@ def mat_file(
     def inspect():
         if version(path) == "5":
             return None
-        with hdf5.opened(path) as file:
-            selection = select_variables(path, variables_73(file), part, names, labelled)
-            rows = hdf5.rows_of(
-                hdf5.dataset(file, selection.images.name),
-                selection.images.name,
-                "NCWH" if len(selection.images.shape) == 4 else "NWH",
-            )
-            codes, class_names, numbers, images_as_targets = None, list(classes or []), None, None
-            if selection.labels is not None and len(selection.labels.shape) == 4:
-                name = selection.labels.name
-                images_as_targets = hdf5.rows_of(hdf5.dataset(file, name), name, "NCWH")
-            elif selection.labels is not None:
-                values = hdf5.dataset(file, selection.labels.name)[()].T
-                if _are_targets(values, selection, classes):
-                    numbers = _numbers(values, selection)
-                else:
-                    texts = selection.classes and names_73(file, path, selection.classes)
-                    codes, class_names = _labels(path, selection, values, texts, classes)
-            now = stamp_of(path)
-            contents = hdf5.Contents(
-                now, selection.count, rows, codes, class_names, images_as_targets
-            )
-            return contents, numbers
+        return _inspect_73(path, part, names, classes, labelled)
+
+    def load():
+        return _load_5(path, part, names, classes, labelled)
 
     inspected = on_rank_0(world, inspect)
     if inspected is not None:
         contents, numbers = inspected
-        store = Mat73(path, contents)
+        store: Datastore = Mat73(path, contents)
         return store if numbers is None else combined(store, numbers)
-
-    def load():
-        selection = select_variables(path, mat5.variables(path), part, names, labelled)
-        values = mat5.load(path, [v for v in selection[:2] if v is not None])
-        pixels = values[selection.images.name]
-        pixels = pixels if pixels.ndim == 4 else pixels[:, :, None]
-        codes, class_names, targets = None, list(classes or []), None
-        if selection.labels is not None:
-            numbers = values[selection.labels.name]
-            if numbers.ndim == 4:
-                targets = _images_of(numbers)
-            elif _are_targets(numbers, selection, classes):
-                targets = _numbers(numbers, selection)
-            else:
-                texts = selection.classes and mat5.texts(path, selection.classes)
-                texts = texts and parse_class_names(texts, printable(path))
-                codes, class_names = _labels(path, selection, numbers, texts, classes)
-        return _images_of(pixels), (codes, class_names, targets)
-
     pixels, (codes, class_names, targets) = once_per_node(world, load, path)
-    names, source = class_names or None, printable(path)
-    store = ArrayDatastore(pixels, codes, names, source, layout="NCHW")
+    store = ArrayDatastore(pixels, codes, class_names or None, printable(path), layout="NCHW")
     return store if targets is None else combined(store, targets)
+
+
+def _inspect_73(path, part, names, classes, labelled):
+    """Return the Contents of a version 7.3 file, and its targets if they are numbers."""
+    with hdf5.opened(path) as file:
+        selection = select_variables(path, variables_73(file), part, names, labelled)
+        rows = hdf5.rows_of(
+            hdf5.dataset(file, selection.images.name),
+            selection.images.name,
+            "NCWH" if len(selection.images.shape) == 4 else "NWH",
+        )
+        codes, class_names, numbers, images_as_targets = None, list(classes or []), None, None
+        if selection.labels is not None and len(selection.labels.shape) == 4:
+            name = selection.labels.name
+            images_as_targets = hdf5.rows_of(hdf5.dataset(file, name), name, "NCWH")
+        elif selection.labels is not None:
+            values = hdf5.dataset(file, selection.labels.name)[()].T
+            if _are_targets(values, selection, classes):
+                numbers = _numbers(values, selection)
+            else:
+                texts = selection.classes and names_73(file, path, selection.classes)
+                codes, class_names = _labels(path, selection, values, texts, classes)
+        now = stamp_of(path)
+        contents = hdf5.Contents(now, selection.count, rows, codes, class_names, images_as_targets)
+        return contents, numbers
+
+
+def _load_5(path, part, names, classes, labelled):
+    """Load a version 5 file; return (pixels, (labels, class names, targets))."""
+    selection = select_variables(path, mat5.variables(path), part, names, labelled)
+    values = mat5.load(path, [v for v in selection[:2] if v is not None])
+    pixels = values[selection.images.name]
+    pixels = pixels if pixels.ndim == 4 else pixels[:, :, None]
+    codes, class_names, targets = None, list(classes or []), None
+    if selection.labels is not None:
+        numbers = values[selection.labels.name]
+        if numbers.ndim == 4:
+            targets = _images_of(numbers)
+        elif _are_targets(numbers, selection, classes):
+            targets = _numbers(numbers, selection)
+        else:
+            texts = selection.classes and mat5.texts(path, selection.classes)
+            texts = texts and parse_class_names(texts, printable(path))
+            codes, class_names = _labels(path, selection, numbers, texts, classes)
+    return _images_of(pixels), (codes, class_names, targets)
 
 
 def _images_of(pixels):

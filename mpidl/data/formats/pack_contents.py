@@ -172,20 +172,14 @@ def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: 
         images = rows.get("images")
         if "encoded" not in rows and (images is None or len(images.shape) != 3):
             raise UserError(f"{source}: {part}: expected images (n, C, H, W)")
-        labels = names = None
+        labels = None
         class_names = parse_class_names(text_of(hdf5.attribute(file, "classes")), source)
         if "labels" in group:
             labels = hdf5.dataset(file, f"{part}/labels")[()]
             labels, class_names = align_labels(labels, class_names, classes, source)
         elif labelled and "targets" not in rows:
             raise UserError(f"{source}: {part}: expected labels, found none")
-        if "names" in group:
-            stored = hdf5.dataset(file, f"{part}/names")
-            ends = hdf5.dataset(file, f"{part}/name_ends")[()]
-            valid = stored.id.get_offset() is not None and ends.shape == (count,)
-            if not valid or ends[-1] != stored.nbytes or (np.diff(ends, prepend=0) < 0).any():
-                raise UserError(f"{source}: {part}: expected the names of {count} images")
-            names = int(stored.id.get_offset()), ends
+        names = _names(file, part, count, source) if "names" in group else None
         step = int(hdf5.attribute(group, "chunk_images"))
         sums = hdf5.dataset(file, f"{part}/checksums")[()]
         first = next(iter(rows.values())).first
@@ -193,19 +187,47 @@ def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: 
             raise UserError(f"{source}: {part}: expected checksums and labels of {count} images")
         if labels is not None and len(labels) != count:
             raise UserError(f"{source}: {part}: expected checksums and labels of {count} images")
-        fingerprint, of_files = (
-            text_of(hdf5.attribute(group, name)) for name in ("fingerprint", "files_fingerprint")
-        )
-        for digits in (fingerprint, fingerprint if of_files is None else of_files):
-            if not isinstance(digits, str) or not re.fullmatch("[0-9a-f]{64}", digits):
-                raise UserError(f"{source}: {part}: expected a fingerprint of 64 digits")
+        fingerprint, of_files = _fingerprints(group, f"{source}: {part}")
         preprocess = _preprocess(group, f"{source}: {part}")
     image_shape = rows["images"].shape if images is not None else ()
     contents = Contents(
-        *(now, files, stamps, count, image_shape, rows, labels, class_names, names),
-        *(fingerprint, of_files, step, sums, preprocess),
+        stamp=now,
+        files=files,
+        stamps=stamps,
+        count=count,
+        image_shape=image_shape,
+        rows=rows,
+        labels=labels,
+        classes=class_names,
+        names=names,
+        fingerprint=fingerprint,
+        files_fingerprint=of_files,
+        chunk_images=step,
+        checksums=sums,
+        preprocess=preprocess,
     )
     return contents if image_shape else _with_first_image(contents, source)
+
+
+def _fingerprints(group, place):
+    """Return the fingerprints of the part and, unless it is None, of the files it was made of."""
+    fingerprint, of_files = (
+        text_of(hdf5.attribute(group, name)) for name in ("fingerprint", "files_fingerprint")
+    )
+    for digits in (fingerprint, fingerprint if of_files is None else of_files):
+        if not isinstance(digits, str) or not re.fullmatch("[0-9a-f]{64}", digits):
+            raise UserError(f"{place}: expected a fingerprint of 64 digits")
+    return fingerprint, of_files
+
+
+def _names(file, part, count, source):
+    """Check the names of the images, and return (their file offset, the end of each name)."""
+    stored = hdf5.dataset(file, f"{part}/names")
+    ends = hdf5.dataset(file, f"{part}/name_ends")[()]
+    valid = stored.id.get_offset() is not None and ends.shape == (count,)
+    if not valid or ends[-1] != stored.nbytes or (np.diff(ends, prepend=0) < 0).any():
+        raise UserError(f"{source}: {part}: expected the names of {count} images")
+    return int(stored.id.get_offset()), ends
 
 
 def _with_first_image(contents, source):

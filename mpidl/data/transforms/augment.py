@@ -341,8 +341,13 @@ class Augmenter(AugmenterOptions):
             images = jitter.jittered(images, self.colours(seed, epoch, indices))
         if self.erase:
             rectangles = erasing.rectangles(
-                *(seed, epoch, indices, images.shape[2:]),
-                *(self.erase, self.erase_area, self.erase_aspect),
+                seed,
+                epoch,
+                indices,
+                images.shape[2:],
+                probability=self.erase,
+                area=self.erase_area,
+                aspect=self.erase_aspect,
             )
             value = self.erase_values(shape, images.dtype)
             images = erasing.erase(images, rectangles, value, seed, epoch, indices)

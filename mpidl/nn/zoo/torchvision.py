@@ -53,11 +53,19 @@ def alexnet_torchvision(
     See Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
     """
     features = [
-        *(nn.Conv2D(11, 64, stride=4, padding=2), nn.ReLU(), nn.MaxPool2D(3, stride=2)),
-        *(nn.Conv2D(5, 192, padding=2), nn.ReLU(), nn.MaxPool2D(3, stride=2)),
-        *(nn.Conv2D(3, 384, padding=1), nn.ReLU()),
-        *(nn.Conv2D(3, 256, padding=1), nn.ReLU()),
-        *(nn.Conv2D(3, 256, padding=1), nn.ReLU(), nn.MaxPool2D(3, stride=2)),
+        nn.Conv2D(11, 64, stride=4, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2D(3, stride=2),
+        nn.Conv2D(5, 192, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2D(3, stride=2),
+        nn.Conv2D(3, 384, padding=1),
+        nn.ReLU(),
+        nn.Conv2D(3, 256, padding=1),
+        nn.ReLU(),
+        nn.Conv2D(3, 256, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2D(3, stride=2),
     ]
     classifier = [
         nn.Dropout(),
@@ -309,16 +317,24 @@ def squeezenet1_1(
             nn.Concat(inputs=branches, name=name),
         ]
     layers += [
-        *(nn.Dropout(name="classifier_0"), nn.Conv2D(1, classes, name="classifier_1")),
-        *(nn.ReLU(name="classifier_2"), nn.GlobalAveragePool2D(name="classifier_3"), nn.Flatten()),
+        nn.Dropout(name="classifier_0"),
+        nn.Conv2D(1, classes, name="classifier_1"),
+        nn.ReLU(name="classifier_2"),
+        nn.GlobalAveragePool2D(name="classifier_3"),
+        nn.Flatten(),
     ]
     return nn.Network(layers, input_shape, seed=seed)
 
 
 # (expansion, filters, blocks, stride of the first block) of each stage of MobileNetV2
 MOBILENET_STAGES = (
-    *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
-    *((6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)),
+    (1, 16, 1, 1),
+    (6, 24, 2, 2),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
 )
 
 
@@ -391,8 +407,10 @@ def mobilenet_v2(
             channels, number = filters, number + 1
     layers += _conv_norm(f"features_{number}", 1, 1280)
     layers += [
-        *(nn.Clip(0, 6, name=f"features_{number}_2"), nn.GlobalAveragePool2D(name="avgpool")),
-        *(nn.Dropout(0.2, name="classifier_0"), nn.Dense(classes, name="classifier_1")),
+        nn.Clip(0, 6, name=f"features_{number}_2"),
+        nn.GlobalAveragePool2D(name="avgpool"),
+        nn.Dropout(0.2, name="classifier_0"),
+        nn.Dense(classes, name="classifier_1"),
     ]
     return nn.Network(layers, input_shape, seed=seed)
 
@@ -400,8 +418,18 @@ def mobilenet_v2(
 NETWORKS: dict[str, Callable[..., nn.Network]] = {
     create.__name__: create
     for create in (
-        *(alexnet_torchvision, vgg11, vgg11_bn, vgg16, vgg16_bn, vgg19, vgg19_bn),
-        *(resnet18, resnet34, resnet50, squeezenet1_1, mobilenet_v2),
+        alexnet_torchvision,
+        vgg11,
+        vgg11_bn,
+        vgg16,
+        vgg16_bn,
+        vgg19,
+        vgg19_bn,
+        resnet18,
+        resnet34,
+        resnet50,
+        squeezenet1_1,
+        mobilenet_v2,
     )
 }
 

@@ -20,10 +20,7 @@ from mpidl.text import printable
 
 POLL_SECONDS = 0.5  # shortest time between two checks of a folder
 SILENT_SECONDS = 60.0  # after this time without a record, the page says so
-COLUMNS = (
-    *("epoch", "iteration", "loss", "accuracy", "learning_rate", "images_per_second"),
-    "seconds",
-)
+COLUMNS = "epoch iteration loss accuracy learning_rate images_per_second seconds".split()
 RUN_FILES = (FILE, status.NAME, "options.toml", "checkpoint.h5", "checkpoint-previous.h5")
 RUN_FILES += ("trial.json",)  # folders of a sweep's trials
 

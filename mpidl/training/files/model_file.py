@@ -317,8 +317,14 @@ def save_model(
         normalization = net.normalization.name
         tables["normalization"] = net.normalization.arrays()
     attributes = describe(
-        *(net.spec(), classes, net.input_shape, normalization),
-        *(net.crop, net.preprocess, net.loss, net.unwhitened),
+        net.spec(),
+        classes,
+        net.input_shape,
+        normalization,
+        crop=net.crop,
+        preprocess=net.preprocess,
+        loss=net.loss,
+        unwhitened=net.unwhitened,
         input_function=net.input_function,
     )
     tables = {name: arrays for name, arrays in tables.items() if arrays}
