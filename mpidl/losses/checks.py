@@ -70,11 +70,11 @@ def check_names(
     classes from its largest label. `expected` is None if the names are unknown, and `owner` is what
     has them, for the message, such as "the network".
     """
-    names, known = output_class_names(loss, net, datastore), expected or ()
-    other = [i for i, (a, b) in enumerate(zip(known, names, strict=False)) if a != b]
+    names, owned = output_class_names(loss, net, datastore), expected or ()
+    other = [i for i, (a, b) in enumerate(zip(owned, names, strict=False)) if a != b]
     if other:
         raise UserError(
-            f"{datastore.describe()}: expected the classes of {owner} ({name_list(known)}), "
+            f"{datastore.describe()}: expected the classes of {owner} ({name_list(owned)}), "
             f"found {name_list(names)}, where label {other[0]} differs; set the class names with "
             "`classes=` of ImageFolder, ArrayDatastore or another datastore"
         )
