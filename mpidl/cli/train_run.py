@@ -258,7 +258,7 @@ class _Training:
         )
         if self.saved is not None:
             position = self.saved["position"]
-            position_text = _describe_position(position, settings)
+            position_text = describe_position(position, settings)
             console.line(f"Resumed after iteration {position['iteration']}, {position_text}")
         on_rank_0(world, self._write_options)
 
@@ -452,7 +452,7 @@ def _unused_validation(settings, saved):
     return reason
 
 
-def _describe_position(position, settings):
+def describe_position(position, settings):
     """Describe where a resumed run continues, and which option lets a finished run continue."""
     epoch, limit = position["epoch"], settings.max_iterations
     if epoch > settings.epochs:

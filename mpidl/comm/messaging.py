@@ -106,17 +106,17 @@ class Messaging:
             self._wait_for([control.isend(value, 0, GATHER)], "gather")
             return None
         values = [value]
+        arrived: list[MPI.Message] = []
         for source in range(1, self.size):
-            message: MPI.Message | None = None
 
             def has_arrived(source: int = source) -> bool:
-                nonlocal message
                 message = control.improbe(source, GATHER)
-                return message is not None
+                arrived.extend([] if message is None else [message])
+                return bool(arrived)
 
             self.transport.wait_until(has_arrived, f"gather from rank {source}", self.progress)
             with self.transport.blocking(f"gather from rank {source}"):
-                values.append(message.recv())  # type: ignore[union-attr]
+                values.append(arrived.pop().recv())
         return values
 
     def allgather(self, value: T) -> list[T]:

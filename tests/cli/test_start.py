@@ -114,7 +114,7 @@ SCHEDULE_ENDS = (
 )
 def test_the_position_of_a_resumed_run_and_how_to_train_on(position, options, text):
     position = dict(zip(("epoch", "iteration"), position, strict=True))
-    assert train_run._describe_position(position, dl.TrainingOptions(epochs=2, **options)) == text
+    assert train_run.describe_position(position, dl.TrainingOptions(epochs=2, **options)) == text
 
 
 @pytest.mark.usefixtures("world")

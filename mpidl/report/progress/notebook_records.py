@@ -20,8 +20,8 @@ PREFIX = "live-"  # a file name is this prefix and a number
 _folder: str | None = None
 
 
-def record_in(folder: str) -> None:
-    """Make the next training runs of this process write their progress to a folder."""
+def record_in(folder: str | None) -> None:
+    """Make the next training runs of this process write their progress to a folder, if any."""
     global _folder
     _folder = folder
 

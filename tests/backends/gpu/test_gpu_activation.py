@@ -10,7 +10,9 @@ from mpidl.backends.gpu import array
 from mpidl.backends.gpu.backend import GPU
 from mpidl.core.blocks import LANES
 
-needs_fma = pytest.mark.skipif("x86-64-v3" not in BUILDS, reason="no kernels with FMA")
+needs_fma = pytest.mark.skipif(
+    "x86-64-v3" not in BUILDS, reason="this CPU runs no kernels with fused multiply-adds (AVX2)"
+)
 
 
 def arguments(limit, count):

@@ -38,10 +38,11 @@ def displays(monkeypatch):
 
 
 @pytest.fixture
-def recorded(monkeypatch, tmp_path):
+def recorded(tmp_path):
     """Make this test's training runs record their progress in a folder. Return the folder."""
-    monkeypatch.setattr(notebook_records, "_folder", str(tmp_path))
-    return tmp_path
+    notebook_records.record_in(str(tmp_path))
+    yield tmp_path
+    notebook_records.record_in(None)
 
 
 def elements(html, kind):
