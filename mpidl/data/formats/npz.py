@@ -93,8 +93,8 @@ def npz_file(
             images = archive.images(images_name)
             names, targets, source = None, None, archive.place(labels_name)
             if CLASSES in archive:
-                names = archive.load(CLASSES, "US", "strings")
-                names = parse_class_names(names, printable(path))
+                texts = archive.load(CLASSES, "US", "strings")
+                names = parse_class_names(texts, printable(path))
             if labels_name in archive:
                 shape, _ = archive.header(labels_name)
                 if math.prod(shape) != len(images):
@@ -103,9 +103,9 @@ def npz_file(
                         f"shape {shape}"
                     )
                 values = archive.load(labels_name, "biufSU", "whole numbers or class names")
-                if (texts := label_names(values)) is not None:
-                    names = names or list(classes or sorted_classes(texts))
-                    labels = label_numbers(texts, names, source)
+                if (words := label_names(values)) is not None:
+                    names = names or list(classes or sorted_classes(words))
+                    labels = label_numbers(words, names, source)
                 else:
                     labels = integer_labels(values, len(images), source)
                 return images, (*align_labels(labels, names, classes, source), None)
