@@ -183,7 +183,7 @@ class _Target:
         """Read the layout of the unfinished file. Return False if its plan differs."""
         try:
             with hdf5.opened(self.part_path) as file:
-                if pack_contents.text_of(hdf5.attribute(file, "plan")) != json.dumps(self.plan):
+                if pack_contents.text_of(file, "plan") != json.dumps(self.plan):
                     return False
                 for part, source in self.sources.items():
                     self.sums[part] = file[f"{part}/checksums"].id.get_offset()
