@@ -119,8 +119,8 @@ def list_images(
         problem = f"{needs}; found images ({printable(stray[0])}) and no class sub-folders"
     elif stray:
         problem = f"{printable(stray[0])} is outside the class sub-folders: move it into one"
-    elif classes is None and (empty := [name for name in folders if name not in used]):
-        problem = f"sub-folder {printable(empty[0])} has no images: add images or remove it"
+    elif classes is None and (unused := [name for name in folders if name not in used]):
+        problem = f"sub-folder {printable(unused[0])} has no images: add images or remove it"
     elif classes is not None and (unknown := sorted(used - set(classes), key=os.fsencode)):
         problem = (
             f"sub-folder {printable(unknown[0])} is not one of the classes "
