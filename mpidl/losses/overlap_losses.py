@@ -34,7 +34,7 @@ __all__ = ["Dice"]
 class OverlapLoss(LabelLoss):
     """A loss of pixel labels with a similarity of each class's region in an image.
 
-    Subclasses define `name` and `overlap`. `Dice` documents the fields.
+    Subclasses define `name` and `_overlap`. `Dice` documents the fields.
     """
 
     class_weights: Sequence[float] | None = None
@@ -51,7 +51,7 @@ class OverlapLoss(LabelLoss):
             raise UserError(f"smooth must be at least 0, found {self.smooth}")
 
     @abc.abstractmethod
-    def overlap(self, scores: Blocked | Var, labels: Blocked) -> Partial | Var:
+    def _overlap(self, scores: Blocked | Var, labels: Blocked) -> Partial | Var:
         """Return the mean loss over the images, as an op computes it."""
 
     def label_classes(self, outputs: int) -> int:
@@ -64,7 +64,7 @@ class OverlapLoss(LabelLoss):
         return net.output_shape[0] == 1
 
     def of_scores(self, scores: Blocked | Var, labels: Blocked) -> Sums:
-        loss, ignored = self.overlap(scores, labels), self.ignore_label
+        loss, ignored = self._overlap(scores, labels), self.ignore_label
         is_single = scores.shape[1] == 1
         count_correct = ops.binary_correct_count if is_single else ops.correct_count
         correct = count_correct(scores, labels, ignore_label=ignored)
@@ -142,7 +142,7 @@ class Dice(OverlapLoss):
         added = self.cross_entropy
         return outputs > 1 and (added is None or added.is_replayable(outputs))
 
-    def overlap(self, scores: Blocked | Var, labels: Blocked) -> Partial | Var:
+    def _overlap(self, scores: Blocked | Var, labels: Blocked) -> Partial | Var:
         loss = ops.dice_loss(
             scores,
             labels,
