@@ -15,18 +15,19 @@ from mpidl.data.transforms.erasing import Erasing
 from mpidl.data.transforms.jitter import ColourJitter
 from mpidl.data.transforms.movement import Movement
 from mpidl.data.transforms.options import AugmentationOptions, changed_augmentation
+from mpidl.data.transforms.posterizing import Posterizing
 from mpidl.errors import UserError
 from mpidl.options.declaration import declared, numbers_of, rule_of
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Augmenter(Erasing, ColourJitter, Movement):  # from the last part to the first
+class Augmenter(Erasing, Posterizing, ColourJitter, Movement):  # from the last part to the first
     """Random transformations of images, similar to MATLAB's imageDataAugmenter.
 
     Reflection, rotation, scaling, shear and translation are applied in this order about the image's
-    centre, followed by the crop, the colour changes and the erasing. x points right and y points
-    down. Each parameter is drawn uniformly from its range (low, high); translations are whole
-    numbers. For a range of degrees, pixels or hues, a single number r means (-r, r). For
+    centre, followed by the crop, the colour changes, posterizing and erasing. x points right and y
+    points down. Each parameter is drawn uniformly from its range (low, high); translations are
+    whole numbers. For a range of degrees, pixels or hues, a single number r means (-r, r). For
     brightness, contrast and saturation, it means (max(0, 1 - r), 1 + r).
 
     Parameters
@@ -63,6 +64,10 @@ class Augmenter(Erasing, ColourJitter, Movement):  # from the last part to the f
         Range of the factor. `jitter.jittered` documents the order and the formulas.
     hue : (float, float) or float
         Range of the rotation of the hue, as a fraction of a full turn, between -0.5 and 0.5.
+    posterize : float
+        Probability that an image keeps only the highest bits of each channel. Images are uint8.
+    posterize_bits : int
+        Number of bits that posterized images keep, from 1 to 8.
     erase : float
         Probability that a random rectangle of an image is erased.
     erase_area, erase_aspect : (float, float)
@@ -88,11 +93,11 @@ class Augmenter(Erasing, ColourJitter, Movement):  # from the last part to the f
     Reflections, translations and crops cost almost nothing compared with reading the image.
     Rotation, scaling and shear are combined into one affine map per image with bilinear
     interpolation, and uint8 results are rounded. Pillow resizes the windows of `resized_crop`. The
-    host always computes resized crops, colour changes and erasing. If there is a GPU, the host then
-    uploads the results.
+    host always computes resized crops, colour changes, posterizing and erasing. If there is a GPU,
+    the host then uploads the results.
 
     Targets that are images or label maps move with their images (`apply_to_targets`). Colour
-    changes and erasing do not affect targets.
+    changes, posterizing and erasing do not affect targets.
 
     Alternating flips: Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024, section 3.6.
     Random erasing: Zhong et al., "Random erasing data augmentation", 2020. Resized crops: Szegedy
