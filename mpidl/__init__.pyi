@@ -37,7 +37,7 @@ from mpidl.interchange.weights import save_weights as save_weights
 from mpidl.jobs.launch import launch as launch
 from mpidl.losses import BinaryCrossEntropy as BinaryCrossEntropy
 from mpidl.losses import CrossEntropy as CrossEntropy
-from mpidl.losses import Dice as Dice
+from mpidl.losses.overlap_losses import *
 from mpidl.nn import Network as Network
 from mpidl.nn import analyze as analyze
 from mpidl.nn.layers.activation import *
@@ -58,10 +58,10 @@ from mpidl.ops.binary_loss import *
 from mpidl.ops.concat import *
 from mpidl.ops.conv import *
 from mpidl.ops.dense import *
-from mpidl.ops.dice import *
 from mpidl.ops.dropout import *
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
+from mpidl.ops.overlap import *
 from mpidl.ops.pad import *
 from mpidl.ops.pool import *
 from mpidl.ops.probabilities import *
