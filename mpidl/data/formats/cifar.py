@@ -17,7 +17,7 @@ from mpidl.data.array_datastore import ArrayDatastore
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.labels import align_labels
 from mpidl.data.loading.node_memory import once_per_node
-from mpidl.data.storage.paths import is_file, open_binary, reading, stamp_of
+from mpidl.data.paths import is_file, open_binary, reading, stamp_of
 from mpidl.errors import UserError
 from mpidl.text import printable
 

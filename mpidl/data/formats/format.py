@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpidl.data.datastore import Datastore
-from mpidl.data.storage.paths import head, reading
+from mpidl.data.paths import head, reading
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0

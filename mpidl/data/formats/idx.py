@@ -12,7 +12,7 @@ import numpy as np
 from mpidl.data.array_datastore import ArrayDatastore, check_labels
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.loading.node_memory import once_per_node
-from mpidl.data.storage.paths import is_file, open_binary, reading, stamp_of
+from mpidl.data.paths import is_file, open_binary, reading, stamp_of
 from mpidl.errors import UserError
 from mpidl.text import printable
 
@@ -49,15 +49,15 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
         dtype, sizes, start = _header(head, path)
         expected = start + math.prod(sizes) * dtype.itemsize
         # The first check keeps a file from claiming more memory than it can fill.
-        found = f"{on_disk} compressed" if packed else str(on_disk)
+        size = f"{on_disk} compressed" if packed else str(on_disk)
         if is_possible := expected <= on_disk * DEFLATE_RATIO + 4096:
             data = head + file.read(max(0, expected - len(head)))
             excess = file.read(1)
-            found = str(len(data) + len(excess) if packed or not excess else on_disk)
+            size = str(len(data) + len(excess) if packed or not excess else on_disk)
     if not is_possible or len(data) != expected or excess:
         is_long = is_possible and (len(data) > expected or excess)
         raise UserError(
-            f"{printable(path)}: expected {expected} bytes for its sizes {sizes}, found {found}: "
+            f"{printable(path)}: expected {expected} bytes for its sizes {sizes}, found {size}: "
             f"the file is {'too long' if is_long else 'truncated'}"
         )
     values = np.frombuffer(data, dtype, math.prod(sizes), start).reshape(sizes)

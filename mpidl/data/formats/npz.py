@@ -24,7 +24,7 @@ from mpidl.data.array_datastore import (
 from mpidl.data.formats.format import World, opened_by
 from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.loading.node_memory import once_per_node
-from mpidl.data.storage.paths import open_binary, reading, stamp_of
+from mpidl.data.paths import open_binary, reading, stamp_of
 from mpidl.errors import UserError
 from mpidl.text import name_list, printable, sorted_classes
 
@@ -156,8 +156,8 @@ class _Archive:
 
     def missing(self, name: str) -> UserError:
         """Return the error that an array is missing."""
-        found = name_list(self.arrays.files) or "nothing"
-        return UserError(f"{printable(self.path)}: expected an array {name}; found {found}")
+        names = name_list(self.arrays.files) or "nothing"
+        return UserError(f"{printable(self.path)}: expected an array {name}; found {names}")
 
     def header(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
         """Return the shape and dtype of an array, after comparing them with the archive's sizes."""
