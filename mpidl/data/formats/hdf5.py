@@ -14,7 +14,7 @@ import numpy as np
 from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats import hdf5_probe
-from mpidl.data.formats.format import World, format_of_parts
+from mpidl.data.formats.format import World, check_images, format_of_parts
 from mpidl.data.labels import align_labels, check_int32, integer_labels, parse_class_names
 from mpidl.data.paths import reading, stamp_of
 from mpidl.data.urls import is_remote
@@ -341,13 +341,11 @@ def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
     Raises UserError if the dataset is empty, its type is unsuitable, or its chunks are too large.
     """
     source = f"{printable(stored.file.filename)}: {name}"
-    if not stored.ndim or (layout and not stored.size):
+    if layout:
+        check_images(stored.shape, stored.dtype, source)
+    elif not stored.ndim:
         raise UserError(f"{source}: expected one entry per image, found shape {stored.shape}")
     is_integer, itemsize = stored.dtype.kind in "biu", stored.dtype.itemsize
-    if layout and is_integer and stored.dtype != np.uint8:
-        raise UserError(
-            f"{source}: expected uint8 (pixels 0 to 255) or floats, found {stored.dtype}"
-        )
     axes = LAYOUTS[layout][1:] if layout else range(1, stored.ndim)
     shape = tuple(int(stored.shape[axis]) for axis in axes)
     row_bytes = max(1, math.prod(shape) * itemsize)

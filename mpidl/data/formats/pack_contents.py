@@ -53,6 +53,7 @@ import numpy as np
 
 from mpidl.data.formats import hdf5
 from mpidl.data.formats.file_set import FileSet
+from mpidl.data.formats.format import check_part
 from mpidl.data.formats.image_files import MAX_BYTES, decode
 from mpidl.data.formats.pack_layout import (
     HEADER,
@@ -152,8 +153,7 @@ def check_format(file: h5py.File) -> None:
 def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: bool) -> Contents:
     """Inspect one part of a packed file and return its Contents, including all labels."""
     source = printable(path)
-    if part not in PARTS:
-        raise UserError(f'{source}: part must be "train" or "test", got {part!r}')
+    check_part(part, path, PARTS)
     with hdf5.opened(path) as file:
         check_format(file)
         if part not in file:
