@@ -8,7 +8,7 @@ import functools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,8 +42,11 @@ from mpidl.training.progress import OUTPUT_FUNCTION, Position, Result
 from mpidl.training.rollback import Rollback
 from mpidl.training.schedules import rate_of
 from mpidl.training.step_selection import make_step
-from mpidl.training.steps import EagerStep, RecordedStep, StepResult
+from mpidl.training.steps import EagerStep, StepResult
 from mpidl.training.weight_average import WeightAverage
+
+if TYPE_CHECKING:
+    from mpidl.training.gpu_step import GPUStep
 
 
 class Run:
@@ -69,7 +72,7 @@ class Run:
         The training set, with a cache of decoded images.
     queue : MinibatchQueue
         The queue that delivers the mini-batches.
-    step : EagerStep or RecordedStep
+    step : EagerStep or GPUStep
         The object that runs the training steps.
     average : WeightAverage
         The average of the weights over iterations, if the options request one.
@@ -132,7 +135,7 @@ class Run:
         queue_options = self._prepare_input(folder.resume[0] if is_resumed else None, load)
         balancer = LoadBalancer(world) if options.worker_load == "measured" else None
         self.queue: MinibatchQueue
-        self.step: EagerStep | RecordedStep
+        self.step: EagerStep | GPUStep
         self._make_step = functools.partial(
             make_step,
             net=net,
