@@ -81,7 +81,7 @@ class EagerStep:
 
     def _compute(self, images, targets, info):
         if self.balancer:
-            self.balancer.start(info.start)
+            self.balancer.begin(info.start)
         value, gradients, state = self._gradient(images, targets)
         sums = [float(number) for number in value]
         if not math.isfinite(sums[0]):
