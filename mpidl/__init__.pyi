@@ -72,6 +72,9 @@ from mpidl.ranks.world import World as World
 from mpidl.report.history import History as History
 from mpidl.report.history import history as history
 from mpidl.sweeps.sweep import sweep as sweep
+from mpidl.trackers.mlflow import MLflowHook as MLflowHook
+from mpidl.trackers.tensorboard import TensorBoardHook as TensorBoardHook
+from mpidl.trackers.wandb import WandbHook as WandbHook
 from mpidl.training.files.model_file import load_model as load_model
 from mpidl.training.files.model_file import save_model as save_model
 from mpidl.training.files.model_file import weights_sha256 as weights_sha256
@@ -83,9 +86,6 @@ from mpidl.training.optimizers import Adam as Adam
 from mpidl.training.optimizers import AdamW as AdamW
 from mpidl.training.optimizers import RMSProp as RMSProp
 from mpidl.training.options.training_options import TrainingOptions as TrainingOptions
-from mpidl.training.tracking_hooks.mlflow import MLflowHook as MLflowHook
-from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook as TensorBoardHook
-from mpidl.training.tracking_hooks.wandb import WandbHook as WandbHook
 from mpidl.training.train import train as train
 from mpidl.training.whitening import whiten as whiten
 

@@ -1,10 +1,7 @@
-"""Hooks that record a run for TensorBoard, MLflow, and Weights & Biases.
+"""The trackers that the options of a run request, and the end of their records.
 
-The hooks pass to a tracker the options, a gallery of augmented images, and each record of
-metrics.jsonl. They also pass histograms of the learnables and their gradients after each epoch, and
-the confusion matrix at the end. All ranks call the hooks, but only rank 0 imports the tracker's
-library and writes. If rank 0 fails to write, the run writes a checkpoint at the end of the epoch
-and ends on all ranks.
+Trackers are a wing, which is imported only if an option requests one. All ranks call them, but only
+rank 0 imports the tracker's library and writes.
 """
 
 from __future__ import annotations
@@ -14,83 +11,66 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpidl.errors import UserError
-from mpidl.report.trackers import tracking
+from mpidl.report.status import FINISHED
 
 if TYPE_CHECKING:
     from mpidl.evaluation.evaluate import Evaluation
     from mpidl.ranks.world import World
+    from mpidl.trackers.base import Tracker
     from mpidl.training.options.training_options import TrainingOptions
-    from mpidl.training.tracking_hooks.base import TrackingHook
 
 
-def of_run(options: TrainingOptions, run: Mapping[str, Any]) -> list[TrackingHook]:
-    """Return the hooks that the options of a command request.
-
-    The caller must call the method `conclude` of each hook.
+def requested(
+    options: TrainingOptions, run: Mapping[str, Any] | None = None, present: Iterable[object] = ()
+) -> list[Tracker]:
+    """Return the trackers that options request, except those of a class that `present` has.
 
     Parameters
     ----------
     options : TrainingOptions
         The options of the run.
-    run : mapping
-        The inputs of the run, including the keys "mlflow" and "wandb".
+    run : mapping, optional
+        The inputs of a command, with the keys "mlflow" and "wandb".
+    present : iterable
+        The hooks of the run.
     """
-    hooks: list[TrackingHook] = []
+    words = [word.strip().partition("=") for word in (options.track or "").split(",")]
+    texts = {name: text if equals else None for name, equals, text in words if name}
     if options.tensorboard == "on":
-        from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook
+        texts["tensorboard"] = None
+    inputs = run or {}
+    texts |= {name: inputs[name] for name in ("mlflow", "wandb") if inputs.get(name) is not None}
+    if not texts:
+        return []
+    from mpidl.trackers import load
 
-        hooks.append(TensorBoardHook())
-    if run["mlflow"] is not None:
-        from mpidl.training.tracking_hooks.mlflow import MLflowHook
-
-        hooks.append(MLflowHook(run["mlflow"]))
-    if run["wandb"] is not None:
-        from mpidl.training.tracking_hooks.wandb import WandbHook
-
-        hooks.append(WandbHook(run["wandb"]))
-    for hook in hooks:
-        hook.ends_with_training = False
-    return hooks
+    found = {type(hook) for hook in present}
+    classes = {load(name): text for name, text in texts.items()}
+    return [
+        tracker() if text is None else tracker(text)
+        for tracker, text in classes.items()
+        if tracker not in found
+    ]
 
 
 def concluded(
-    hooks: Iterable[TrackingHook],
+    trackers: Iterable[Tracker],
     world: World,
     folder: str | None,
     test: Evaluation | None = None,
-    state: str = tracking.FINISHED,
+    state: str = FINISHED,
 ) -> UserError | None:
-    """Conclude the records of all hooks, and return the first error, if any. Collective.
+    """Conclude the records of all trackers, and return the first error, if any. Collective.
 
-    The other arguments are the same as for `TrackingHook.conclude`.
+    The other arguments are the same as for `Tracker.conclude`.
     """
     first_error = None
-    for hook in hooks:
+    for tracker in trackers:
         try:
-            hook.conclude(world, folder, test, state)
+            tracker.conclude(world, folder, test, state)
         except UserError as error:
             first_error = first_error or error
     return first_error
-
-
-def with_tensorboard(hooks: Iterable[Any], options: TrainingOptions, out: object) -> list[Any]:
-    """Return the hooks, and add a `TensorBoardHook` if the option `tensorboard` is on.
-
-    Raises
-    ------
-    UserError
-        If a hook must be added and the run has no folder.
-    """
-    hooks = list(hooks)
-    if options.tensorboard != "on":
-        return hooks
-    from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook
-
-    if any(isinstance(hook, TensorBoardHook) for hook in hooks):
-        return hooks
-    if out is None:
-        raise UserError("tensorboard: expected a folder for the run, dl.train(..., out=FOLDER)")
-    return [*hooks, TensorBoardHook()]
 
 
 @contextlib.contextmanager
@@ -99,9 +79,7 @@ def abandoned_on_error(hooks: Iterable[Any]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        from mpidl.training.tracking_hooks.base import TrackingHook
-
         for hook in hooks:
-            if isinstance(hook, TrackingHook):
+            if hasattr(hook, "abandon"):
                 hook.abandon()
         raise
