@@ -342,7 +342,7 @@ class FakeWorld:
 def test_measured_loads_leave_out_the_time_of_waits():
     world = FakeWorld([4.0, 0.0, 2.0, 1.0], 2)
     balancer = LoadBalancer(world)
-    balancer.start(10.0)
+    balancer.begin(10.0)
     world.wait_seconds += 3.0
     balancer.stop(15.0, 4)  # 4 blocks in 2 seconds without the wait
     assert balancer.load() == (1000, 583, 500, 250)
