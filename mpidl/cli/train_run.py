@@ -143,7 +143,7 @@ class _Training:
         self._choose_validation(registry.Sets(train_set, sets.validation, test_set), preprocess)
         self.image_shape = input_pipeline.image_shape(self.settings, self.sets.train.image_shape)
         augmenter = data.Augmenter.of_options(self.settings)
-        Pipeline(self.sets.train, augmenter)  # only to check the augmentation
+        Pipeline(self.sets.train, augmenter=augmenter)  # only to check the augmentation
 
     def _choose_validation(self, sets, preprocess):
         """Set the validation images in `sets` and `settings`.
