@@ -96,8 +96,8 @@ def speed_of(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -
     left out, because it fills caches. If no epoch is complete, the result is the mean over the
     iterations after the first one, or None if there are fewer than two iterations.
     """
-    speeds = [r.get("images_per_second") for r in records if r.get("kind") == "epoch"]
-    speeds = [speed for speed in speeds if speed]
+    epochs = (record for record in records if record.get("kind") == "epoch")
+    speeds = [r["images_per_second"] for r in epochs if r.get("images_per_second")]
     if speeds:
         return float(np.median(speeds[1:] if len(speeds) > 2 else speeds))
     intervals, previous = [], None
@@ -203,7 +203,7 @@ def last_error(log: str) -> str | None:
     """
     lines = log_lines(log)
     messages = [line.removeprefix("mpidl: ") for line in lines if line.startswith("mpidl: ")]
-    return (messages or lines or [None])[-1]
+    return next(reversed(messages or lines), None)
 
 
 def log_lines(path: str) -> list[str]:
