@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import mmap
 import os
 import signal
@@ -120,15 +121,10 @@ class ActRecord:
         _END.pack_into(self._memory, TEXT_BYTES, time.monotonic(), False)
 
 
-_record: ActRecord | None = None
-
-
+@functools.cache
 def record() -> ActRecord:
     """Return the `ActRecord` of this process; the first call creates it."""
-    global _record
-    if _record is None:
-        _record = ActRecord()
-    return _record
+    return ActRecord()
 
 
 def look_at(addresses: Sequence[Address], stacks: bool = True) -> list[Sighting]:
