@@ -12,12 +12,12 @@ import numpy as np
 from mpidl.data.datastore import Datastore, Subset
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import UserError
-from mpidl.nn import Network
-from mpidl.ranks.failure import Signals
-from mpidl.ranks.world import World
 
 if TYPE_CHECKING:
     from mpidl.evaluation.evaluate import Evaluation
+    from mpidl.nn import Network
+    from mpidl.ranks.failure import Signals
+    from mpidl.ranks.world import World
 
 # {table of a checkpoint for the best network: attribute of the network that the table stores}
 BEST = {"best_learnables": "parameters", "best_state": "state"}

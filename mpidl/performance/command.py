@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from mpidl.cli import arguments, start
-from mpidl.cli.parser import DESCRIBE, RUN, Parser, count, rank_counts, typed_command
+from mpidl.cli.parser import DESCRIBE, RUN, Parser, rank_counts, typed_command
 from mpidl.comm.simulation import Link
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, UserError
@@ -101,16 +101,13 @@ def _parser(quiet):
         type=rank_counts,
         group=RUN,
     )
-    parser.add_argument(
+    parser.switch(
         "--weak",
-        action="store_true",
-        help="Weak scaling: fix the images per rank, so that the mini-batch grows with the ranks",
+        "Weak scaling: fix the images per rank, so that the mini-batch grows with the ranks",
     )
-    parser.text(
+    parser.number(
         "--repeat",
-        "N",
         "Training runs per number of ranks; the study reports medians; default: 1",
-        type=count("--repeat"),
         default=1,
     )
     parser.text(
@@ -120,20 +117,11 @@ def _parser(quiet):
         "smoothed accuracy of mini-batches; default: none",
         type=partial(check_value, factor(), spelled="--accuracy", text=True),
     )
-    parser.add_argument(
-        "--srun", action="store_true", help="Start the ranks with srun instead of mpirun", group=RUN
-    )
+    parser.switch("--srun", "Start the ranks with srun instead of mpirun", group=RUN)
     _add_prediction(parser)
     parser.text("--out", "DIR", "Folder of the study; default: runs/scaling-NETWORK", group=RUN)
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="Replace the study in the folder of --out",
-        group=RUN,
-    )
-    parser.add_argument(
-        "--table", action="store_true", help="Write the table and figures again without training"
-    )
+    parser.switch("--overwrite", "Replace the study in the folder of --out", group=RUN)
+    parser.switch("--table", "Write the table and figures again without training")
     return parser
 
 
@@ -153,24 +141,18 @@ def _add_prediction(parser):
         "measured, or the network inside the node if the probe runs on one node",
         type=_link,
     )
-    parser.text(
-        "--ranks-per-node",
-        "N",
-        "Assumed ranks per node in the prediction; default: as in the probe",
-        type=count("--ranks-per-node"),
+    parser.number(
+        "--ranks-per-node", "Assumed ranks per node in the prediction; default: as in the probe"
     )
-    parser.text(
+    parser.number(
         "--probe-ranks",
-        "N",
         "Ranks of the probe for --predict; default: all that fit on the cores, or all tasks of "
         "the Slurm job with --srun",
-        type=count("--probe-ranks"),
     )
-    parser.text(
+    parser.number(
         "--probe-seconds",
-        "S",
         f"Approximate duration of the probe in seconds; default: {DEFAULT_SECONDS}",
-        type=count("--probe-seconds"),
+        metavar="S",
         default=DEFAULT_SECONDS,
     )
     parser.text(

@@ -10,13 +10,13 @@ import numpy as np
 from mpidl.core.blocks import LANES
 from mpidl.data import MinibatchQueue
 from mpidl.data.parts import part_blocks
-from mpidl.nn import Network
 from mpidl.ranks import failure
-from mpidl.ranks.failure import Signals
 from mpidl.training import batchnorm_moving
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE
 
 if TYPE_CHECKING:
+    from mpidl.nn import Network
+    from mpidl.ranks.failure import Signals
     from mpidl.training.run import Run
 
 

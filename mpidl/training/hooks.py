@@ -34,6 +34,8 @@ from mpidl.training.rank_times import RankTimesHook
 from mpidl.training.status_hooks import StopFileHook
 
 if TYPE_CHECKING:
+    from mpidl.ranks.world import World
+    from mpidl.training.load_balancing import LoadBalancer
     from mpidl.training.options.training_options import TrainingOptions
     from mpidl.training.rollback import Rollback
     from mpidl.training.steps import StepResult
@@ -228,36 +230,38 @@ class PlotHook:
             trainer.writer.plot(end=True)
 
 
+def rollback_of(options: TrainingOptions) -> Rollback | None:
+    """Return the hook that keeps states to return to, or None if NaN ends the run."""
+    if options.on_nan != "rollback":
+        return None
+    from mpidl.training.rollback import Rollback
+
+    return Rollback()
+
+
+def balancer_of(options: TrainingOptions, world: World) -> LoadBalancer | None:
+    """Return the hook that measures the ranks' speed, or None if shares do not depend on it."""
+    if options.worker_load != "measured":
+        return None
+    from mpidl.training.load_balancing import LoadBalancer
+
+    return LoadBalancer(world)
+
+
 def of_run(
     user_hooks: Iterable[Any],
     options: TrainingOptions,
-    balancer: Any,
-    rollback: Rollback | None = None,
+    balancer: LoadBalancer | None,
+    rollback: Rollback | None,
 ) -> Hooks:
-    """Return the built-in and custom hooks of a run, in the order in which they are called.
-
-    Parameters
-    ----------
-    user_hooks : iterable
-        The custom hooks.
-    options : TrainingOptions
-        The options of the run.
-    balancer : LoadBalancer or None
-        Measures the speed of the ranks. None if the shares do not depend on speed.
-    rollback : Rollback, optional
-        Keeps the state to which the run returns if its loss is not finite. By default, such a loss
-        ends the run.
-    """
+    """Return the built-in and custom hooks of a run, in the order in which they are called."""
     hooks: list[Any] = [MetricsHook(), ValidationHook(), ConsoleHook()]
     if (recorder := notebook_records.recorder()) is not None:
         from mpidl.training.notebook_hook import NotebookHook
 
         hooks.append(NotebookHook(recorder))
     hooks += [OutputFunctionsHook(), *user_hooks]
-    if balancer is not None:
-        from mpidl.training.load_balancing import BalanceHook
-
-        hooks.append(BalanceHook(balancer))
+    hooks += [balancer] if balancer is not None else []
     if options.on_bad_image == "skip":
         from mpidl.training.skipped_images import SkippedImagesHook
 
@@ -266,10 +270,7 @@ def of_run(
         from mpidl.training.audit import AuditHook
 
         hooks.append(AuditHook())
-    if rollback is not None:
-        from mpidl.training.rollback import RollbackHook
-
-        hooks.append(RollbackHook(rollback))
+    hooks += [rollback] if rollback is not None else []
     hooks += [RankTimesHook(), CheckpointHook(), StopFileHook()]
     if options.plots != "none":
         hooks.append(PlotHook())

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidl import losses
 from mpidl.data import balanced
-from mpidl.data.array_datastore import as_datastore
-from mpidl.data.datastore import Datastore
-from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.queue import need_full_batch
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.options import changed_augmentation
 from mpidl.errors import UserError
 from mpidl.losses import CrossEntropy
-from mpidl.nn import Network
-from mpidl.nn.network_check import need_network
-from mpidl.training.options.training_options import TrainingOptions
 
 if TYPE_CHECKING:
+    from mpidl.data.datastore import Datastore
+    from mpidl.data.loading.bad_images import BadImages
     from mpidl.data.transforms.augment import Augmenter
     from mpidl.data.transforms.mixing import Mixing
+    from mpidl.nn import Network
+    from mpidl.training.options.training_options import TrainingOptions
 
 
 def augmenter_of(options: TrainingOptions) -> Augmenter | None:
@@ -99,23 +96,6 @@ def _layers_to_whiten(net):
     from mpidl.training import whitening
 
     return whitening.layers_to_whiten(net)
-
-
-def check_types(
-    net: object, datastore: object, options: object
-) -> tuple[Datastore, TrainingOptions]:
-    """Return the arguments of `dl.train` with tuples (images, labels) as datastores.
-
-    Raise UserError if an argument has the wrong type.
-    """
-    need_network(net)
-    datastore = as_datastore(datastore, "images to train on")
-    if not isinstance(options, TrainingOptions):
-        hint = ": use TrainingOptions(**options)" if isinstance(options, dict) else ""
-        raise UserError(f"expected TrainingOptions, found {type(options).__name__}{hint}")
-    if options.validation is not None:
-        options = replace(options, validation=as_datastore(options.validation, "validation"))
-    return datastore, options
 
 
 def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:

@@ -14,7 +14,7 @@ PARTS = 1000  # the weight of the fastest rank
 
 
 class LoadBalancer:
-    """Measures the speed of this rank, and computes all ranks' shares of the next epoch.
+    """The hook that measures the ranks' speed, and sets their shares of the next epoch.
 
     The measurement excludes time spent waiting for other ranks. The shares do not affect the
     training results, not even their rounding errors.
@@ -30,7 +30,7 @@ class LoadBalancer:
         self.blocks, self.seconds = 0, 0.0
         self.started: float | None = None  # start of the training step minus all waiting time
 
-    def start(self, now: float) -> None:
+    def begin(self, now: float) -> None:
         """Start timing a training step. `now` is the time in seconds."""
         self.started = now - self.world.transport.wait_seconds
 
@@ -59,12 +59,5 @@ class LoadBalancer:
         speeds[speeds == 0] = speeds[speeds > 0].mean()
         return tuple(max(1, round(PARTS * speed)) for speed in (speeds / speeds.max()).tolist())
 
-
-class BalanceHook:
-    """Sets each rank's share of the next epoch in proportion to the rank's measured speed."""
-
-    def __init__(self, balancer: LoadBalancer) -> None:
-        self.balancer = balancer
-
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
-        trainer.queue.load = self.balancer.load()
+        trainer.queue.load = self.load()

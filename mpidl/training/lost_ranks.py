@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidl.evaluation.validation import BEST
-from mpidl.ranks.world import LostRank, World
 from mpidl.training import skipped_images
 from mpidl.training.files import run_state
-from mpidl.training.options.training_options import TrainingOptions
 
 if TYPE_CHECKING:
     from mpidl.ranks.failure import Signals
+    from mpidl.ranks.world import LostRank, World
     from mpidl.report import Console
     from mpidl.training.files.run_lock import RunLock
+    from mpidl.training.options.training_options import TrainingOptions
     from mpidl.training.progress import Result
     from mpidl.training.trainer import Trainer
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidl.core.blocks import LANES, blocks_of
 from mpidl.core.fold import split_blocks
-from mpidl.data.datastore import Datastore
 from mpidl.data.loading.pipeline import blocks_per_task
 from mpidl.training import input_pipeline
-from mpidl.training.options.training_options import TrainingOptions
+
+if TYPE_CHECKING:
+    from mpidl.data.datastore import Datastore
+    from mpidl.training.options.training_options import TrainingOptions
 
 MB = 10**6
 COPIES = 2  # each thread holds its pixels twice: as read, and merged with cached images

@@ -21,7 +21,7 @@ PREFIX = "rollback_"  # prefix of a checkpoint's tables that hold an earlier sta
 
 
 class Rollback:
-    """Keeps the last good state of a run in memory, and restores it.
+    """The hook that keeps the last good state of a run in memory, and restores it.
 
     A state is kept at the start, after each epoch and every `checkpoint_every` iterations. A killed
     run resumes from a checkpoint of one of these states, so it rolls back to the same states as an
@@ -84,21 +84,14 @@ class Rollback:
             f"{count} of at most {LIMIT})"
         )
 
-
-class RollbackHook:
-    """Keeps the states to which the run returns if its loss is not finite."""
-
-    def __init__(self, rollback: Rollback) -> None:
-        self.rollback = rollback
-
     def start(self, trainer: Trainer) -> None:
-        if not self.rollback.facts:
-            self.rollback.keep(trainer)
+        if not self.facts:
+            self.keep(trainer)
 
     def step(self, trainer: Trainer) -> None:
         interval, iteration = trainer.options.checkpoint_every, trainer.position.iteration
         if interval and iteration % interval == 0 and not trainer.at_epoch_end:
-            self.rollback.keep(trainer)
+            self.keep(trainer)
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
-        self.rollback.keep(trainer)
+        self.keep(trainer)

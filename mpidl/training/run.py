@@ -8,20 +8,14 @@ import functools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidl.data import MinibatchQueue, NodeCache
-from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import NotFinite, StorageFault, UserError
 from mpidl.evaluation.validation import Validation
-from mpidl.nn import Network
-from mpidl.ranks.failure import Signals
-from mpidl.ranks.world import World
-from mpidl.report import Console
-from mpidl.report.history import History
 from mpidl.report.metrics import Cut
 from mpidl.training import hooks as hook_classes
 from mpidl.training import (
@@ -32,18 +26,26 @@ from mpidl.training import (
 )
 from mpidl.training.audit import audit
 from mpidl.training.files import run_state
-from mpidl.training.files.run_folder import RunFolder, RunWriter
+from mpidl.training.files.run_folder import RunWriter
 from mpidl.training.final_network import validated_network
-from mpidl.training.load_balancing import LoadBalancer
-from mpidl.training.optimizers import Optimizer
-from mpidl.training.optimizers.checks import CustomOptimizer
-from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import OUTPUT_FUNCTION, Position, Result
-from mpidl.training.rollback import Rollback
 from mpidl.training.schedules import rate_of
 from mpidl.training.step_selection import make_step
-from mpidl.training.steps import EagerStep, RecordedStep, StepResult
 from mpidl.training.weight_average import WeightAverage
+
+if TYPE_CHECKING:
+    from mpidl.data.datastore import Datastore
+    from mpidl.nn import Network
+    from mpidl.ranks.failure import Signals
+    from mpidl.ranks.world import World
+    from mpidl.report import Console
+    from mpidl.report.history import History
+    from mpidl.training.files.run_folder import RunFolder
+    from mpidl.training.gpu_step import GPUStep
+    from mpidl.training.optimizers import Optimizer
+    from mpidl.training.optimizers.checks import CustomOptimizer
+    from mpidl.training.options.training_options import TrainingOptions
+    from mpidl.training.steps import EagerStep, StepResult
 
 
 class Run:
@@ -69,7 +71,7 @@ class Run:
         The training set, with a cache of decoded images.
     queue : MinibatchQueue
         The queue that delivers the mini-batches.
-    step : EagerStep or RecordedStep
+    step : EagerStep or GPUStep
         The object that runs the training steps.
     average : WeightAverage
         The average of the weights over iterations, if the options request one.
@@ -121,7 +123,7 @@ class Run:
         self.loss = options.loss_for(net, datastore, world)
         self.position, self.validation = Position(), Validation(options, world, self.loss)
         self.bad_images = BadImages.of_options(options)
-        self.rollback = Rollback() if options.on_nan == "rollback" else None
+        self.rollback = hook_classes.rollback_of(options)
         net.batchnorm = options.batchnorm
         self.initial_state = {name: np.array(a) for name, a in net.state.items()}
         is_resumed = folder.resume is not None
@@ -130,9 +132,9 @@ class Run:
             if self.rollback is not None:
                 self.rollback.load(*folder.resume)
         queue_options = self._prepare_input(folder.resume[0] if is_resumed else None, load)
-        balancer = LoadBalancer(world) if options.worker_load == "measured" else None
+        balancer = hook_classes.balancer_of(options, world)
         self.queue: MinibatchQueue
-        self.step: EagerStep | RecordedStep
+        self.step: EagerStep | GPUStep
         self._make_step = functools.partial(
             make_step,
             net=net,

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from mpidl.errors import LostLock, UserError, describe
 from mpidl.files import call_together
 from mpidl.ranks import survival
-from mpidl.ranks.failure import Signals
-from mpidl.ranks.world import World
 from mpidl.report import status, stop_file
 from mpidl.training.files import lock_file
 from mpidl.training.files.run_lock import RunLock
 from mpidl.training.progress import EpochSummary
 
 if TYPE_CHECKING:
+    from mpidl.ranks.failure import Signals
+    from mpidl.ranks.world import World
     from mpidl.training.trainer import Trainer
 
 

@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from mpidl import backends
-from mpidl.data.array_datastore import Arrays
+from mpidl.data.array_datastore import Arrays, as_datastore
 from mpidl.data.checks import empty_classes_warning
 from mpidl.data.datastore import Datastore
+from mpidl.errors import UserError
 from mpidl.evaluation.validation import held_out
 from mpidl.matlab_names import explain_arguments
 from mpidl.nn import Network
+from mpidl.nn.network_check import need_network
 from mpidl.ranks.failure import Signals
 from mpidl.ranks.world import World
 from mpidl.report import Console
@@ -162,7 +164,13 @@ def _checked(net, datastore, options, world, optimizer) -> tuple[Datastore, Trai
     if optimizer is not None:
         check_optimizer(optimizer, net)
         options = replace(options, learning_rate=optimizer.learning_rate)
-    datastore, options = input_pipeline.check_types(net, datastore, options)
+    need_network(net)
+    datastore = as_datastore(datastore, "images to train on")
+    if not isinstance(options, TrainingOptions):
+        hint = ": use TrainingOptions(**options)" if isinstance(options, dict) else ""
+        raise UserError(f"expected TrainingOptions, found {type(options).__name__}{hint}")
+    if options.validation is not None:
+        options = replace(options, validation=as_datastore(options.validation, "validation"))
     world = World(timeout=options.timeout) if world is None else world
     options = options.for_ranks(world.size)
     datastore, options = held_out(datastore, options)

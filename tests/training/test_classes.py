@@ -11,7 +11,6 @@ import pytest
 from single_rank import numbers
 
 import mpidl as dl
-from mpidl.training import input_pipeline
 from mpidl.training.files import checkpoint
 
 SHAPE, NAMES = (1, 5, 5), ("circle", "square", "triangle")
@@ -247,7 +246,6 @@ def test_arguments_of_other_types_are_refused(world):
     for call in (dl.predict, dl.classify):
         with pytest.raises(dl.UserError, match="expected a network, found list"):
             call([], store, world=world)
-    input_pipeline.check_types(net, store, settings())
 
 
 def test_plain_arrays_in_a_custom_loop_are_refused(world):

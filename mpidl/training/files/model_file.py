@@ -18,19 +18,21 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
 from mpidl import losses
 from mpidl.data.transforms import normalize
-from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.files import check_regular, stamp, write_whole
 from mpidl.nn import Layer, Network
 from mpidl.nn.network_check import need_network
 from mpidl.ranks.failure import launched_ranks
 from mpidl.text import name_list
+
+if TYPE_CHECKING:
+    from mpidl.data.transforms.preprocess import Preprocess
 
 FORMAT_VERSION = 1
 
@@ -215,6 +217,8 @@ def described(attributes: Mapping[str, Any]) -> Description:
     if "crop" in attributes:
         description["crop"] = tuple(attributes["crop"])
     if "preprocess" in attributes:
+        from mpidl.data.transforms.preprocess import Preprocess
+
         description["preprocess"] = Preprocess(**json.loads(attributes["preprocess"]))
     if "loss" in attributes:
         description["loss"] = json.loads(attributes["loss"])

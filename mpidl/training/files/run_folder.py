@@ -11,14 +11,13 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidl.errors import LostLock, NotFinite, UserError
 from mpidl.files import call_together, on_rank_0, reason
 from mpidl.ranks import hang_report
-from mpidl.ranks.world import World
 from mpidl.report import Metrics, history, metrics, status
 from mpidl.report.trackers import tracking
 from mpidl.training.audit import audit
@@ -26,6 +25,9 @@ from mpidl.training.files import checkpoint, lock_file
 from mpidl.training.files.background import BackgroundWriter
 from mpidl.training.files.run_lock import RunLock
 from mpidl.training.progress import Position
+
+if TYPE_CHECKING:
+    from mpidl.ranks.world import World
 
 BAD_IMAGES, CONFUSION, TENSORBOARD = "bad-images.csv", "confusion.csv", "tensorboard"
 CLASS_METRICS, TIMELINE = "class-metrics.csv", "timeline.json.gz"

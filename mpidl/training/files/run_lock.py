@@ -7,14 +7,17 @@ import sys
 import threading
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from mpidl.errors import FolderInUse, UserError
 from mpidl.files import call_together, on_rank_0, reason
-from mpidl.ranks.world import World
 from mpidl.report import stop_file
 from mpidl.training.files import lock_file
 from mpidl.training.files.lock_file import LockFile
 from mpidl.training.files.lock_holder import Holder
+
+if TYPE_CHECKING:
+    from mpidl.ranks.world import World
 
 POLL_SECONDS = 0.5  # time between two attempts to take the lock
 

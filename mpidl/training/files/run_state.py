@@ -11,8 +11,6 @@ import numpy as np
 from mpidl.errors import UserError
 from mpidl.training import batchnorm_moving, input_pipeline, skipped_images
 from mpidl.training.files import checkpoint, model_file
-from mpidl.training.optimizers.checks import describe_spec
-from mpidl.training.options.configuration import changed_on_resume, resumable, shares
 from mpidl.training.progress import Position
 
 if TYPE_CHECKING:
@@ -36,6 +34,8 @@ def collect(trainer: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
     The facts do not include the position, which `RunWriter.save` adds.
     """
+    from mpidl.training.files.resume_changes import shares
+
     net, options = trainer.net, trainer.options
     tables, state = progress(trainer)
     kept_tables, kept_facts = {}, {}
@@ -75,9 +75,13 @@ def restore(trainer: Run, arrays: dict[str, Any], facts: dict[str, Any]) -> None
         If the options, the network, the optimizer or the images have changed in a way that
         prevents resuming.
     """
+    # Only a resumed run needs these modules.
+    from mpidl.training.files.resume_changes import refuse_changes, resumable
+    from mpidl.training.optimizers.checks import describe_spec
+
     net, options = trainer.net, trainer.options
     now = resumable(options, net, trainer.datastore, trainer.world.size)
-    changed_on_resume(facts, now, "the run of this checkpoint")
+    refuse_changes(facts, now, "the run of this checkpoint")
     input_pipeline.check_unchanged(facts, options)
     before = facts.get("optimizer")  # missing in older checkpoints
     if before != json.loads(json.dumps(trainer.optimizer_spec)):
