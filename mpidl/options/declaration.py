@@ -6,10 +6,12 @@ it, and its name in MATLAB. The command line, TOML files, sweeps, help texts, sh
 the tables of docs/options.md are derived from the declarations.
 """
 
+import inspect
 import math
 import numbers
 import operator
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
@@ -89,15 +91,19 @@ def factor() -> Rule:
 
 def one_of(*choices: str, allow_function: bool = False, optional: bool = False) -> Rule:
     """Return the rule for an option whose value is one of a fixed set of names."""
-    requirement = ", ".join(choices[:-1]) + f" or {choices[-1]}"
     return Rule(
         str,
-        requirement,
+        either(choices),
         choices=choices,
         allow_function=allow_function,
         optional=optional,
         bare="on" if choices == ON_OFF else None,
     )
+
+
+def either(names: Sequence[str]) -> str:
+    """Return the names as text: "a, b or c"."""
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 SIZE = Rule(
@@ -214,6 +220,17 @@ def default_text(declaration: Field) -> str:
     return text if text is not None else "none" if default is None else str(default)
 
 
+def parameter_text(declaration: Field, text: str, default: str) -> str:
+    """Return the entry of an option in the section Parameters of a docstring."""
+    rule, indent = rule_of(declaration), " " * 8
+    kind = inspect.formatannotation(declaration.type).replace("collections.abc.", "")
+    if rule.choices and not rule.pattern:
+        kind = f"{{{', '.join(map(repr, rule.choices))}}}"
+        kind += " or function" if rule.allow_function else ""
+    lines = textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent)
+    return f"    {declaration.name} : {kind}, default {default}\n{lines}.\n"
+
+
 def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> Any:
     """Return a value converted to the type of a rule; raise UserError if it is invalid.
 
@@ -233,7 +250,7 @@ def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> 
         converted = _convert(rule, value, text)
     if converted is None or not (converted in rule.choices or _fits(rule, converted)):
         kind = {int: "a whole number, ", float: "a number, ", str: ""}[rule.kind]
-        kind = kind if converted is None else ""
+        kind = "" if converted is not None or rule.requirement.startswith("a ") else kind
         try:
             shown_value = repr(value) if isinstance(value, str) and not text else str(value)
             if "\n" in shown_value and not isinstance(value, str):  # such as arrays
