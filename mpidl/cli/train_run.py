@@ -31,7 +31,7 @@ from mpidl.training import (
     status_hooks,
     tracking,
 )
-from mpidl.training.files import checkpoint, model_file, run_folder
+from mpidl.training.files import checkpoint, model_file, resume_changes, run_folder
 from mpidl.training.files.run_lock import RunLock
 from mpidl.training.options import configuration, training_options
 from mpidl.training.schedules import ENDING
@@ -142,7 +142,7 @@ class _Training:
         self._choose_validation(registry.Sets(train_set, sets.validation, test_set), preprocess)
         self.image_shape = input_pipeline.image_shape(self.settings, self.sets.train.image_shape)
         augmenter = data.Augmenter.of_options(self.settings)
-        Pipeline(self.sets.train, augmenter)  # only to check the augmentation
+        Pipeline(self.sets.train, augmenter=augmenter)  # only to check the augmentation
 
     def _choose_validation(self, sets, preprocess):
         """Set the validation images in `sets` and `settings`.
@@ -217,9 +217,9 @@ class _Training:
         self.weights_file = None if source is None else source.file
         input_pipeline.check(self.net, train_set, self.settings)
         if self.resume is not None:
-            now = configuration.resumable(self.settings, self.net, train_set, self.world.size)
+            now = resume_changes.resumable(self.settings, self.net, train_set, self.world.size)
             # Check here, because dl.train checks only after the output folder has changed.
-            configuration.changed_on_resume(self.saved, now, f"the run in {self.typed['resume']}")
+            resume_changes.refuse_changes(self.saved, now, f"the run in {self.typed['resume']}")
 
     def prepare_folder(self):
         """Open the trackers and the live page, and lock the folder of the run."""
