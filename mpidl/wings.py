@@ -11,7 +11,7 @@ from mpidl.errors import UserError
 
 
 class Wing(NamedTuple):
-    """What a wing does, and the command that its module `command` defines, if it has one."""
+    """What a wing does, and the command that its module `command` defines, if any."""
 
     purpose: str
     command: str = ""
@@ -50,6 +50,7 @@ WINGS = {  # {folder in mpidl/, with dots: wing}
         summary="Show the results of runs, or write a page about them",
     ),
     "data.storage": Wing(purpose="images in object stores, such as s3:// and https://"),
+    "trackers": Wing(purpose="records of runs for TensorBoard, MLflow and other programs"),
 }
 
 
