@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -142,7 +142,7 @@ class ImageList(EncodedImages):
     def read(self, indices: Indices) -> np.ndarray:
         # Use memory from the arena: clearing new pages would add a fifth to the decoding time.
         images = arenas.to_read((len(indices), *self.image_shape), np.uint8)
-        fetches = self.read_ahead(indices) or [None] * len(indices)
+        fetches: Sequence[Fetch | None] = self.read_ahead(indices) or [None] * len(indices)
         for image, i, fetch in zip(images, indices, fetches, strict=True):
             path = os.path.join(self.folder, self.files[i])
             content = None if fetch is None else fetch.result()

@@ -117,7 +117,7 @@ class PackedDatastore(EncodedImages):
     def encoded_sizes(self) -> np.ndarray | None:
         if not self.is_encoded or self.preprocess:
             return None
-        return np.diff(self.contents.rows["encoded"].ends, prepend=0)
+        return self.contents.rows["encoded"].spans(np.arange(len(self)))[2]
 
     def read_encoded(self, indices: Indices) -> list[bytes]:
         spans = self.contents.rows["encoded"].spans(np.asarray(indices, np.int64))

@@ -85,10 +85,11 @@ class Fetch:
         Raises UserError if the object is missing, cannot be read, or has changed. Raises
         StorageFault if the store does not answer in time.
         """
-        if self._future is None:
+        if self._future is None and self._path is not None:
             content = disk_cache.read(self._path, self.span.stamp.size)
             if content is not None:
                 return content
+        if self._future is None:
             self._future = self._request()  # the file in the cache is damaged
         return self._future.result()
 
@@ -130,12 +131,12 @@ class ReadAhead:
     ) -> list[Fetch]:
         """Return one Fetch per key. ``request(keys)`` returns them for keys without a request."""
         keys = list(keys)
-        active = {key: self._fetches.get(key) for key in keys}
-        missing = [key for key, fetch in active.items() if fetch is None or fetch.has_failed()]
-        fresh = request(missing)
+        fetches = {key: fetch for key in keys if (fetch := self._fetches.get(key)) is not None}
+        fetches = {key: fetch for key, fetch in fetches.items() if not fetch.has_failed()}
+        fresh = request([key for key in keys if key not in fetches])
         self._fetches.update(fresh)
-        active.update(fresh)
-        return [active[key] for key in keys]
+        fetches.update(fresh)
+        return [fetches[key] for key in keys]
 
 
 class RemoteFile:
