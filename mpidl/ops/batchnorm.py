@@ -218,24 +218,22 @@ def _refuse_learnables(needs: Needs) -> None:
 @op(blocks=True)
 def conv2d_batchnorm(
     x: Blocked,
+    /,
     weight: Array,
     bias: Array | None,
     gamma: Array,
     beta: Array,
     *,
-    stride: check.PairArgument = 1,
-    padding: check.PaddingArgument = 0,
-    dilation: check.PairArgument = 1,
-    groups: int = 1,
     epsilon: float = 1e-5,
     scope: str = "global",
     record: Callable[[Any, Any], None] | None = None,
     relu: bool = False,
+    **options: Any,
 ) -> WithVjp[Blocked]:
     """Return batchnorm(conv2d(x, weight, bias), gamma, beta), followed by a ReLU if `relu`.
 
     The result has the same bytes as the result of separate ops. The other arguments are as in
-    `conv2d` and `batchnorm`. The backend's attribute `fuses_convolutions` must be True.
+    `conv2d` (`options`) and `batchnorm`. The backend's attribute `fuses_convolutions` must be True.
 
     Notes
     -----
@@ -245,7 +243,7 @@ def conv2d_batchnorm(
     gradient through ReLU and batch normalization, the gradients of weight, bias and x, and the sums
     for the preceding batch normalization.
     """
-    conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
+    conv_args = conv2d_arguments(x, weight, bias, **options)
     _check("conv2d_batchnorm", len(weight), gamma, beta, scope, x.shape)
     backend, batch = backends.of_value(x), x.batch
     counts, tree = batch.counts(), batch.tree
@@ -322,6 +320,7 @@ def _conv2d_backward(
 @op(blocks=True)
 def conv2d_batchnorm_predict(
     x: Blocked,
+    /,
     weight: Array,
     bias: Array | None,
     mean: Array,
@@ -329,19 +328,16 @@ def conv2d_batchnorm_predict(
     gamma: Array,
     beta: Array,
     *,
-    stride: check.PairArgument = 1,
-    padding: check.PaddingArgument = 0,
-    dilation: check.PairArgument = 1,
-    groups: int = 1,
     epsilon: float = 1e-5,
     relu: bool = False,
+    **options: Any,
 ) -> WithVjp[Blocked]:
     """Compute `conv2d_batchnorm` with the running mean and variance.
 
-    Prediction and frozen layers use this op. The arguments are as in `conv2d` and
+    Prediction and frozen layers use this op. The arguments are as in `conv2d` (`options`) and
     `batchnorm_predict`.
     """
-    conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
+    conv_args = conv2d_arguments(x, weight, bias, **options)
     backend = backends.of_value(x)
     y = backend.conv2d(x.source, weight, bias, *conv_args)
     scale = backend.predict_scale(gamma, variance, epsilon)

@@ -19,10 +19,11 @@ def conv2d_arguments(
     x: Any,
     weight: Array,
     bias: Array | None,
-    stride: check.PairArgument,
-    padding: check.PaddingArgument,
-    dilation: check.PairArgument,
-    groups: int,
+    *,
+    stride: check.PairArgument = 1,
+    padding: check.PaddingArgument = 0,
+    dilation: check.PairArgument = 1,
+    groups: int = 1,
 ) -> tuple[check.Pair, check.Sides, check.Pair, int]:
     """Check the arguments of `conv2d`; return (stride, padding, dilation, groups) for a backend.
 
@@ -70,14 +71,11 @@ def _arguments(
 @op(blocks=True)
 def conv2d_relu(
     x: Blocked,
+    /,
     weight: Array,
     bias: Array | None,
     addend: Blocked | None = None,
-    *,
-    stride: check.PairArgument = 1,
-    padding: check.PaddingArgument = 0,
-    dilation: check.PairArgument = 1,
-    groups: int = 1,
+    **options: Any,
 ) -> WithVjp[Blocked]:
     """Return relu(conv2d(x, weight, bias) + addend), computed in one pass over the output.
 
@@ -86,18 +84,20 @@ def conv2d_relu(
 
     Parameters
     ----------
-    x, weight, bias, stride, padding, dilation, groups
+    x, weight, bias
         As in `conv2d`.
     addend
         A value with the shape of the convolution's output, such as the input of a residual block;
         by default nothing is added.
+    **options
+        The stride, padding, dilation and groups of `conv2d`.
 
     Returns
     -------
     Blocked
         The result, (N, K, P, Q).
     """
-    conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
+    conv_args = conv2d_arguments(x, weight, bias, **options)
     backend, batch = backends.of_value(x), x.batch
     shape = conv2d_shape(x.shape[1:], weight.shape, *conv_args[:3])
     if addend is not None and addend.shape[1:] != shape:
@@ -155,7 +155,9 @@ def conv2d(
         The result, (N, K, P, Q), with P = (H + top + bottom - dilation * (R - 1) - 1) // stride + 1
         and the corresponding Q.
     """
-    conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
+    conv_args = conv2d_arguments(
+        x, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups
+    )
     backend = backends.of_value(x)
     y = backend.conv2d(x.source, weight, bias, *conv_args)
 
