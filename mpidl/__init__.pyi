@@ -76,12 +76,7 @@ from mpidl.training.files.model_file import load_model as load_model
 from mpidl.training.files.model_file import save_model as save_model
 from mpidl.training.files.model_file import weights_sha256 as weights_sha256
 from mpidl.training.loop_run import report_to as report_to
-from mpidl.training.optimizers import LAMB as LAMB
-from mpidl.training.optimizers import LARS as LARS
-from mpidl.training.optimizers import SGDM as SGDM
-from mpidl.training.optimizers import Adam as Adam
-from mpidl.training.optimizers import AdamW as AdamW
-from mpidl.training.optimizers import RMSProp as RMSProp
+from mpidl.training.optimizers.solvers import *
 from mpidl.training.options.training_options import TrainingOptions as TrainingOptions
 from mpidl.training.tracking_hooks.mlflow import MLflowHook as MLflowHook
 from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook as TensorBoardHook
