@@ -19,12 +19,13 @@ from mpidl.backends.deferred import (
     NormalizedInput,
 )
 from mpidl.backends.interface import Backend
+from mpidl.backends.shapes import Geometry
 from mpidl.core.blocks import Batch, Blocked, DeferredInput
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Array, Needs
 from mpidl.ops import check
-from mpidl.ops.conv import conv2d_arguments
+from mpidl.ops.conv import conv2d_geometry
 
 __all__ = ["batchnorm", "batchnorm_predict"]
 
@@ -243,11 +244,11 @@ def conv2d_batchnorm(
     gradient through ReLU and batch normalization, the gradients of weight, bias and x, and the sums
     for the preceding batch normalization.
     """
-    conv_args = conv2d_arguments(x, weight, bias, **options)
+    geometry = conv2d_geometry(x, weight, bias, **options)
     _check("conv2d_batchnorm", len(weight), gamma, beta, scope, x.shape)
     backend, batch = backends.of_value(x), x.batch
     counts, tree = batch.counts(), batch.tree
-    y, moments = backend.conv2d_moments(x.source, weight, bias, *conv_args, counts, tree)
+    y, moments = backend.conv2d_moments(x.source, weight, bias, geometry, counts, tree)
     s = _statistics(backend, moments, batch, gamma, epsilon, scope, record)
     value = _deferred(backend, batch, y, s.shift, s.scale, beta, relu)
 
@@ -259,7 +260,7 @@ def conv2d_batchnorm(
         else:
             sums = backend.batchnorm_sums(dy.lanes, y, s.shift, tree)
         factors, dgamma, dbeta = _gradients(backend, sums, batch, scope, gamma, s)
-        gradients = _conv2d_backward(dy, x, value.deferred, weight, conv_args, factors, needs[:3])
+        gradients = _conv2d_backward(dy, x, value.deferred, weight, geometry, factors, needs[:3])
         return *gradients, dgamma, dbeta
 
     return value, vjp
@@ -284,7 +285,7 @@ def _conv2d_backward(
     x: Blocked,
     value_after: DeferredInput,
     weight: Any,
-    conv_args: tuple[check.Pair, check.Sides, check.Pair, int],
+    geometry: Geometry,
     factors: tuple[Any, Any, Any],
     needs: Needs,
 ) -> tuple[Any, Any, Any]:
@@ -302,7 +303,7 @@ def _conv2d_backward(
         dy.lanes,
         x.source,
         weight,
-        *conv_args,
+        geometry,
         batch.counts(),
         batch.tree,
         needs,
@@ -337,9 +338,9 @@ def conv2d_batchnorm_predict(
     Prediction and frozen layers use this op. The arguments are as in `conv2d` (`options`) and
     `batchnorm_predict`.
     """
-    conv_args = conv2d_arguments(x, weight, bias, **options)
+    geometry = conv2d_geometry(x, weight, bias, **options)
     backend = backends.of_value(x)
-    y = backend.conv2d(x.source, weight, bias, *conv_args)
+    y = backend.conv2d(x.source, weight, bias, geometry)
     scale = backend.predict_scale(gamma, variance, epsilon)
     value = _deferred(backend, x.batch, y, mean, scale, beta, relu)
 
@@ -347,7 +348,7 @@ def conv2d_batchnorm_predict(
         _refuse_learnables(needs[3:])
         zeros = backend.zeros_like(scale)
         factors = scale, zeros, zeros
-        gradients = _conv2d_backward(dy, x, value.deferred, weight, conv_args, factors, needs[:3])
+        gradients = _conv2d_backward(dy, x, value.deferred, weight, geometry, factors, needs[:3])
         return *gradients, None, None, None, None
 
     return value, vjp
