@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,14 @@ from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Needs, Var, value_of
 from mpidl.ops.check import are_numbers
-from mpidl.ops.label_checks import check_scores, label_lanes
+from mpidl.ops.composed import composed
+from mpidl.ops.label_checks import (
+    check_ignored,
+    check_scores,
+    checked_number,
+    checked_weights,
+    label_lanes,
+)
 
 __all__ = ["dice_loss", "tversky_loss"]
 
@@ -24,7 +31,7 @@ EPSILON = 1e-8  # the default smoothing of the generalized loss, as in MATLAB
 
 @op(blocks=True)
 def _overlap(
-    scores: Blocked, labels: Blocked, *, name: str, rule: OverlapRule, ignore_label: int | None
+    scores: Blocked, labels: Any, *, name: str, rule: OverlapRule, ignore_label: int | None
 ) -> WithVjp[Partial]:
     lanes = label_lanes(name, labels, scores, ignore_label, max(scores.shape[1], 2))
     backend, batch, x = backends.of_value(scores), scores.batch, scores.lanes
@@ -45,62 +52,36 @@ def _overlap(
 
 
 def _overlap_loss(
-    name: str, scores: Any, labels: Any, *, rule: OverlapRule, ignore_label: int | None
-) -> Partial | Var:
+    name: str,
+    scores: Blocked,
+    labels: Blocked | Var,
+    *,
+    rule: OverlapRule,
+    ignore_label: int | None,
+) -> Partial:
     """Check the arguments of the op `name`, and return its loss."""
     value: Blocked = value_of(scores)
     check_scores(name, value)
     classes = value.shape[1]
-    if rule.class_weights is not None:
-        weights = np.array(rule.class_weights, np.float64)
-        valid = np.isfinite(weights) & (weights >= 0)
-        if weights.shape != (classes,) or not valid.all() or not weights.any():
-            raise ValueError(
-                f"{name}: class_weights: expected {classes} numbers >= 0, one per class, got "
-                f"{np.array2string(weights, threshold=10)}"
-            )
-        rule = rule._replace(class_weights=weights)
-    if not 0 <= rule.smooth < math.inf:
-        raise ValueError(f"{name}: smooth must be a number >= 0, got {rule.smooth}")
-    if ignore_label is not None and 0 <= ignore_label < max(classes, 2):
-        raise ValueError(
-            f"{name}: ignore_label must be outside 0..{max(classes, 2) - 1}, the classes of the "
-            f"scores, got {ignore_label}"
-        )
-    rule = rule._replace(smooth=float(rule.smooth))
-    loss: Partial | Var = _overlap(scores, labels, name=name, rule=rule, ignore_label=ignore_label)
-    return loss
+    weights = checked_weights(name, "class_weights", rule.class_weights, classes)
+    if weights is not None and not weights.any():
+        raise ValueError(f"{name}: class_weights: expected a number > 0, got only 0")
+    check_ignored(name, ignore_label, max(classes, 2))
+    smooth = checked_number(name, "smooth", rule.smooth)
+    rule = rule._replace(class_weights=weights, smooth=smooth)
+    return _overlap(scores, labels, name=name, rule=rule, ignore_label=ignore_label)
 
 
-@overload
+@composed
 def dice_loss(
     scores: Blocked,
-    labels: Blocked,
-    *,
-    class_weights: Sequence[float] | np.ndarray | None = None,
-    smooth: float | None = None,
-    ignore_label: int | None = None,
-    generalized: bool = False,
-) -> Partial: ...
-@overload
-def dice_loss(
-    scores: Var,
     labels: Blocked | Var,
     *,
     class_weights: Sequence[float] | np.ndarray | None = None,
     smooth: float | None = None,
     ignore_label: int | None = None,
     generalized: bool = False,
-) -> Var: ...
-def dice_loss(
-    scores: Any,
-    labels: Any,
-    *,
-    class_weights: Sequence[float] | np.ndarray | None = None,
-    smooth: float | None = None,
-    ignore_label: int | None = None,
-    generalized: bool = False,
-) -> Partial | Var:
+) -> Partial:
     """Return the soft Dice loss: 1 minus the similarity of probabilities and labels.
 
     For a class, let p be the class's probability at a pixel, and g be 1 if the label of the pixel
@@ -155,20 +136,9 @@ def dice_loss(
     return _overlap_loss("dice_loss", scores, labels, rule=rule, ignore_label=ignore_label)
 
 
-@overload
+@composed
 def tversky_loss(
     scores: Blocked,
-    labels: Blocked,
-    *,
-    alpha: float = 0.3,
-    beta: float = 0.7,
-    class_weights: Sequence[float] | np.ndarray | None = None,
-    smooth: float = 1.0,
-    ignore_label: int | None = None,
-) -> Partial: ...
-@overload
-def tversky_loss(
-    scores: Var,
     labels: Blocked | Var,
     *,
     alpha: float = 0.3,
@@ -176,17 +146,7 @@ def tversky_loss(
     class_weights: Sequence[float] | np.ndarray | None = None,
     smooth: float = 1.0,
     ignore_label: int | None = None,
-) -> Var: ...
-def tversky_loss(
-    scores: Any,
-    labels: Any,
-    *,
-    alpha: float = 0.3,
-    beta: float = 0.7,
-    class_weights: Sequence[float] | np.ndarray | None = None,
-    smooth: float = 1.0,
-    ignore_label: int | None = None,
-) -> Partial | Var:
+) -> Partial:
     """Return the Tversky loss, which weights false positives and false negatives differently.
 
     For a class, let p be the class's probability at a pixel, and g be 1 if the label of the pixel
