@@ -12,7 +12,7 @@ import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.backends.gpu import kernels
-from mpidl.core.device_array import DeviceArray
+from mpidl.core.values import DeviceArray
 
 ALIGNED = 256  # bytes: the alignment of cudaMalloc
 LARGE = 1 << 20  # words of 4 bytes; a kernel zeroes new arrays of at least this size
