@@ -115,12 +115,16 @@ def _of_the_system(size):
 
 
 _activations, _reading = Arena(), Arena()
-_through = None  # (arena, thread) while `through` replaces the arena of activations
+_local = threading.local()  # its `arena` replaces the arena of activations in a thread
+
+
+def _of_activations():
+    return getattr(_local, "arena", _activations)
 
 
 def _forked():
     """Replace the locks in a forked child, because threads of the parent may have held them."""
-    for arena in _activations, _reading, *(_through or ())[:1]:
+    for arena in _activations, _reading, _of_activations():
         arena.lock = threading.Lock()
 
 
@@ -151,18 +155,11 @@ class _Place:
 @contextlib.contextmanager
 def through(arena):
     """Allocate this thread's activations in the given arena within the `with` block."""
-    global _through
-    before, _through = _through, (arena, threading.get_ident())
+    before, _local.arena = _of_activations(), arena
     try:
         yield
     finally:
-        _through = before
-
-
-def _of_activations():
-    if _through is not None and _through[1] == threading.get_ident():
-        return _through[0]
-    return _activations
+        _local.arena = before
 
 
 def address_of(array):
