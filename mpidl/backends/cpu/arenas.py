@@ -30,19 +30,9 @@ class Arena:
     The gradients and the updated values of the largest learnables use the same memory, one after
     the other. A first-fit allocator would place small arrays in this memory and fragment it. When
     an arena has been deleted and no array uses its memory any more, its regions are released.
-
-    Parameters
-    ----------
-    region : callable, optional
-        Function region(nbytes) that allocates a region of at least nbytes and returns (owner, first
-        address, size in bytes). By default, regions come from the system.
-    smallest : int
-        Smallest size in bytes of the arrays that `empty` allocates in this arena.
-
-    Attributes
-    ----------
-    owned : frozenset of int
-        Addresses of the arrays that a training step in this memory may update in place.
+    `region(nbytes)` allocates a region of at least nbytes and returns (owner, first address, size
+    in bytes). `smallest` is the smallest size of arrays that `empty` allocates in this arena, and
+    `owned` the addresses of the arrays that a training step in this memory may update in place.
     """
 
     owned: frozenset[int] = frozenset()

@@ -16,13 +16,14 @@ A replay allocates no device memory and needs one launch per segment. The host w
 exchange, or if too many training steps are in progress.
 """
 
+import itertools
+
 import numpy as np
 
-from mpidl import phases
 from mpidl.backends import memory_plan
-from mpidl.backends.gpu import kernels, launching
+from mpidl.backends.gpu import kernels, launching, program
 from mpidl.backends.gpu.launching import Array
-from mpidl.backends.gpu.program import ROWS, Between, Copy, Exchange, Kernel, Program
+from mpidl.backends.gpu.program import ROWS, Operation, Program
 
 
 class Planned:
@@ -55,7 +56,7 @@ class Recorder:
         for value in launch.arguments:
             arrays += value.arrays if isinstance(value, launching.Table) else []
             arrays += [value] if isinstance(value, Array) else []
-        self._step(Kernel(launch), arrays)
+        self._step(program.kernel(launch), arrays)
 
     def scalar(self, name, value, dtype):
         value = np.atleast_1d(np.asarray(value, dtype))
@@ -85,12 +86,14 @@ class Recorder:
         has the shape (width,).
         """
         target = launching.empty(matrix.shape[1:], matrix.dtype)
-        self._step(Exchange(self.device, world, tree, matrix, combine, target), [matrix, target])
+        step = program.exchange(self.device, world, tree, matrix, combine, target)
+        self._step(step, [matrix, target])
         return target
 
     def between(self, mover, source, target):
         """Record an operation that gathers `source` from all ranks into `target`, GPU to GPU."""
-        self._step(Between(mover, source, target), [source, target])
+        step = Operation(lambda device: mover.allgather(source, target), mover.captured)
+        self._step(step, [source, target])
 
     def store(self, new, old):
         """Let the next training step read the value of `new` where this step reads `old`."""
@@ -110,20 +113,14 @@ class Recorder:
             else:
                 first, _ = self.touched.get(id(buffer), (index, index))
                 self.touched[id(buffer)] = first, index
-        step.place = phases.place()
         self.steps.append(step)
 
     # finishing
 
     def finish(self, outputs, graphs=True):
-        """Plan the memory, capture the segments, and return the Program.
+        """Plan the memory, capture the segments as CUDA graphs if `graphs`, return the Program.
 
-        Parameters
-        ----------
-        outputs : {name: Array () float64}
-            Scalars that the host receives after each training step.
-        graphs : bool
-            Whether to capture the segments as CUDA graphs.
+        `outputs` are the scalars that the host receives after each step, {name: Array () float64}.
         """
         self._store()
         ends = list(outputs.values())
@@ -131,22 +128,30 @@ class Recorder:
         counter = launching.persistent((2,), np.int32)
         words = max(self.words, 1)
         ring = self.device.pinned(4 * words * ROWS).view(np.int32).reshape(ROWS, words)
-        results = self.device.pinned(8 * max(len(ends), 1) * ROWS).view(np.float64)
-        results = results.reshape(ROWS, max(len(ends), 1))
+        numbers = self.device.pinned(8 * max(len(ends), 1) * ROWS).view(np.float64)
+        numbers = numbers.reshape(ROWS, max(len(ends), 1))
         controls = launching.persistent((words,), np.int32)
         self.controls.address = controls.address
-        arguments = addresses, len(ends), counter, _as_device_array(results, np.float64)
+        arguments = addresses, len(ends), counter, _as_device_array(numbers)
         self.launch(kernels.make("program_end", 1, 32, arguments))
-        arguments = _as_device_array(ring, np.int32), ROWS, words, counter, controls
+        arguments = _as_device_array(ring), ROWS, words, counter, controls
         begin = kernels.make("program_begin", 1, 256, arguments)
         slab, nbytes = self._plan()
-        self.steps.insert(0, Kernel(begin))
+        self.steps.insert(0, program.kernel(begin))
         for table in self.tables:
             self.device.upload(table.address, table.filled())
         self.device.synchronize()
-        segments, owners = _segments(self.steps), (slab, controls, counter, self.tables)
-        memory = ring, results, self.slots, list(outputs), owners, nbytes
-        return Program(self.device, segments, *memory, graphs)
+        return Program(
+            self.device,
+            _segments(self.steps),
+            ring=ring,
+            numbers=numbers,
+            slots=self.slots,
+            names=list(outputs),
+            owners=(slab, controls, counter, self.tables),
+            nbytes=nbytes,
+            graphs=graphs,
+        )
 
     def _store(self):
         """Store each new array in the memory of its old array, or copy it there after the step.
@@ -161,7 +166,7 @@ class Recorder:
             self._take_place(pairs)
         for new, old in self.stored:
             if _place(new) != _place(old):
-                self._step(Copy(old, new), [new, old])
+                self._step(program.copy(new, old), [new, old])
 
     def _take_place(self, pairs):
         """Move the buffer of the new arrays to the address of the old arrays' buffer, if possible.
@@ -199,22 +204,16 @@ def _place(array):
     return array.address if has_address else (array.buffer, array.offset)
 
 
-def _as_device_array(pinned, dtype):
+def _as_device_array(pinned):
     """Return pinned host memory as an Array. Kernels use the host's address."""
     holder = launching.Block(pinned.ctypes.data, pinned.nbytes)
-    return Array(holder, dtype, pinned.shape)
+    return Array(holder, pinned.dtype, pinned.shape)
 
 
 def _segments(steps):
-    """Split operations into segments.
-
-    A segment is a sequence of operations that a CUDA graph can capture, or one operation that
-    cannot be captured.
-    """
+    """Split operations into runs that a CUDA graph can capture, and single other operations."""
     segments = []
-    for step in steps:
-        if step.captured and segments and segments[-1][0].captured:
-            segments[-1].append(step)
-        else:
-            segments.append([step])
+    for captured, group in itertools.groupby(steps, key=lambda step: step.captured):
+        run = list(group)
+        segments += [run] if captured else [[step] for step in run]
     return segments
