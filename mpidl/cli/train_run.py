@@ -32,7 +32,7 @@ from mpidl.training import (
     status_hooks,
     tracking_hooks,
 )
-from mpidl.training.files import checkpoint, model_file, run_folder
+from mpidl.training.files import checkpoint, model_file, resume_changes, run_folder
 from mpidl.training.files.run_lock import RunLock
 from mpidl.training.options import configuration, training_options
 from mpidl.training.schedules import ENDING
@@ -218,9 +218,9 @@ class _Training:
         self.weights_file = None if source is None else source.file
         input_pipeline.check(self.net, train_set, self.settings)
         if self.resume is not None:
-            now = configuration.resumable(self.settings, self.net, train_set, self.world.size)
+            now = resume_changes.resumable(self.settings, self.net, train_set, self.world.size)
             # Check here, because dl.train checks only after the output folder has changed.
-            configuration.changed_on_resume(self.saved, now, f"the run in {self.typed['resume']}")
+            resume_changes.refuse_changes(self.saved, now, f"the run in {self.typed['resume']}")
 
     def prepare_folder(self):
         """Open the trackers and the live page, and lock the folder of the run."""
