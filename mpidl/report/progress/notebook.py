@@ -32,13 +32,14 @@ class LoopListener:
     def _write(self, record):
         if self._recorder is None:
             self._recorder = recorder()
-            self._recorder.write("start", epochs=0, iterations=0, iteration=0)
-        self._recorder.write(**record)
+            self._recorder.write({"kind": "start", "epochs": 0, "iterations": 0, "iteration": 0})
+        self._recorder.write(record)
 
     def end(self, is_stopped: bool) -> None:
         """Record the end of the loop."""
         if self._recorder is not None:
-            self._recorder.write("state", state="stopped" if is_stopped else "finished")
+            state = "stopped" if is_stopped else "finished"
+            self._recorder.write({"kind": "state", "state": state})
 
 
 class Run:
@@ -79,7 +80,7 @@ class Run:
             if kind == "epoch":  # the mean of an epoch is drawn at the middle of its iterations
                 x, self.epoch_start = (self.epoch_start + x) / 2, x
             for name in ("loss", "accuracy"):
-                if record[name] is not None:
+                if record.get(name) is not None:
                     curve = self.curves.setdefault(f"{kind} {name}", svg_charts.Curve())
                     curve.add(x, record[name])
 
@@ -153,7 +154,7 @@ class Run:
 class LiveDisplay:
     """Shows the training runs of a launch in the output of a notebook cell.
 
-    Rank 0 passes the same folder to `record_in`.
+    Rank 0 writes its records to the same folder.
     """
 
     def __init__(self, folder: str) -> None:
