@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidl.files import sync_folder, write_whole
-from mpidl.report import plots
+from mpidl.report import plots, run_curves
 from mpidl.report.progress.rows import clock
 from mpidl.report.progress.terminal import terminal_width
 
@@ -214,11 +214,13 @@ def draw(folder: str, rows: Sequence[Row], varied: Sequence[str]) -> bool:
         values = [row.get(name) for row in scored]
         is_number = all(isinstance(value, int | float) for value in values)
         values = values if is_number else [str(value) for value in values]
-        axes.scatter(values, [row[score] * factor for row in scored], color=plots.TRAINING, s=22)
+        axes.scatter(
+            values, [row[score] * factor for row in scored], color=run_curves.TRAINING, s=22
+        )
         axes.scatter(
             [values[scored.index(best)]],
             [best[score] * factor],
-            color=plots.VALIDATION,
+            color=run_curves.VALIDATION,
             s=46,
             label="best",
         )

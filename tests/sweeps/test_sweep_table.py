@@ -8,7 +8,7 @@ import pytest
 from image_sets import refusal
 from PIL import Image
 
-from mpidl.report import plots
+from mpidl.report import run_curves
 from mpidl.sweeps import sweep_table
 
 
@@ -104,7 +104,7 @@ def test_picture(tmp_path, monkeypatch):
     assert sweep_table.draw(folder, rows, varied)
     with Image.open(tmp_path / "table.png") as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20)}
-    for colour in (plots.TRAINING, plots.VALIDATION):
+    for colour in (run_curves.TRAINING, run_curves.VALIDATION):
         assert tuple(bytes.fromhex(colour[1:])) in colours
     assert sweep_table.draw(folder, rows[:1], varied)  # no option varies
     rows[0]["learning_rate"] = None

@@ -10,10 +10,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mpidl.report import plots, svg_charts
+from mpidl.report import svg_charts
 from mpidl.report.loop_records import LoopRecords
 from mpidl.report.progress import rows
 from mpidl.report.progress.notebook_records import PREFIX, Recorder, recorder
+from mpidl.report.run_curves import LINES
 
 DRAW_SECONDS = 0.5  # shortest time between two drawings
 CHART_SIZE = 430, 230  # pixels
@@ -136,15 +137,9 @@ class Run:
         return f'<div style="{style}">{facts}<div style="{columns}">{drawn}</div></div>'
 
     def _lines(self, name):
-        series = (
-            ("mini-batch", "iteration", plots.TRAINING, "faint"),
-            ("epoch", "epoch", plots.TRAINING, "line"),
-            ("validation", "validation", plots.VALIDATION, "line"),
-            ("returned network", "final_validation", plots.FINAL, "line"),
-        )
         return [
             svg_charts.Line(label, list(self.curves.get(f"{kind} {name}", ())), colour, style)
-            for label, kind, colour, style in series
+            for kind, (label, colour, style) in LINES.items()
         ]
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
