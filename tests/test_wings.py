@@ -27,6 +27,7 @@ REST = (
 )
 # For each wing, a program that uses it.
 USES = {
+    "backends.gpu": "import mpidl.backends.gpu.launching",
     "interchange": "dl.save_onnx",
     "jobs": "dl.launch",
     "performance": "import mpidl.performance",
@@ -36,7 +37,10 @@ USES = {
     "trackers": "dl.MLflowHook",
 }
 # For each wing without a command, a command that uses it.
-TRAINING_WITH = {"trackers": ("train", "--max-iterations", "1", "--tensorboard")}
+TRAINING_WITH = {
+    "backends.gpu": ("train", "--max-iterations", "1", "--device", "gpu"),
+    "trackers": ("train", "--max-iterations", "1", "--tensorboard"),
+}
 
 
 def copied(folder):
