@@ -90,8 +90,8 @@ def open_sets(
         if validation:
             options = options._replace(labelled=labelled_validation)
             held_out = opened.open_validation_data(text, world, options)
-    sets = (store and _converted(store, preprocess) for store in (train, held_out, test))
-    return Sets(*sets)
+    held_out, test = (store and _converted(store, preprocess) for store in (held_out, test))
+    return Sets(_converted(train, preprocess), held_out, test)
 
 
 def open_test_data(

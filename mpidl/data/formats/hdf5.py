@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpidl.backends.cpu import arenas
+from mpidl.data.array_datastore import check_int32
 from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats import hdf5_probe
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.formats.hdf5_remote import RemoteRows
-from mpidl.data.labels import align_labels, check_int32, integer_labels, parse_class_names
+from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.storage.objects import ByteStream
 from mpidl.data.storage.paths import reading, stamp_of
 from mpidl.data.storage.settings import is_remote
