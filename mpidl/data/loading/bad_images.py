@@ -72,11 +72,8 @@ class BadImages:
 
         Parameters
         ----------
-        indices : np.ndarray
-            Sample numbers, for example of a mini-batch. Sample number s refers to image s %
-            len(datastore).
-        datastore : Datastore
-            The images.
+        indices, datastore
+            Sample numbers of images of the datastore: s refers to image s % len(datastore).
 
         Returns
         -------
