@@ -33,7 +33,7 @@ from mpidl.training import (
     tracking_hooks,
 )
 from mpidl.training.files import checkpoint, model_file, run_folder
-from mpidl.training.files.run_lock import RunLock
+from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.options import configuration, training_options
 from mpidl.training.schedules import ENDING
 from mpidl.training.train import train as train_network
@@ -49,11 +49,13 @@ def run(typed: Mapping[str, Any]) -> int:
     world = World(
         timeout=typed.get("timeout", training_options.TrainingOptions().timeout), threads=None
     )
-    with failure.Signals() as signals, RunLock(world) as lock:
+    with failure.Signals() as signals, FolderLock(world) as lock:
         return train(typed, world, signals, lock)
 
 
-def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock: RunLock) -> int:
+def train(
+    typed: Mapping[str, Any], world: World, signals: failure.Signals, lock: FolderLock
+) -> int:
     """Train a network as the command does, and return the exit code. Collective.
 
     Parameters
@@ -64,7 +66,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
         The ranks that train.
     signals : Signals
         Requests to stop.
-    lock : RunLock
+    lock : FolderLock
         Lock of the results folder. This function takes the lock if the caller has not taken it.
     """
     training = _Training(typed, world, signals, lock)

@@ -14,8 +14,8 @@ from mpidl.ranks.world import World
 from mpidl.report import stop_file
 from mpidl.report.loop_records import LoopRecords
 from mpidl.training import live_page, status_hooks
+from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.files.run_folder import RECORD, RunFolder, RunWriter
-from mpidl.training.files.run_lock import RunLock
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def report_to(
     for name, value in (("epochs", epochs), ("iterations", iterations), ("monitor", monitor or 0)):
         if not isinstance(value, int) or value < 0:
             raise UserError(f"report_to: {name} must be a whole number, found {value!r}")
-    with RunLock(world) as lock, _signals_of(world) as signals, contextlib.ExitStack() as opened:
+    with FolderLock(world) as lock, _signals_of(world) as signals, contextlib.ExitStack() as opened:
         page = live_page.open_page(world, monitor, "monitor")
         if page is not None:
             opened.enter_context(contextlib.closing(page.listener))

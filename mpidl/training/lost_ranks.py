@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpidl.ranks.failure import Signals
     from mpidl.ranks.world import LostRank, World
     from mpidl.report import Console
-    from mpidl.training.files.run_lock import RunLock
+    from mpidl.training.files.folder_lock import FolderLock
     from mpidl.training.options.training_options import TrainingOptions
     from mpidl.training.progress import Result
     from mpidl.training.trainer import Trainer
@@ -45,7 +45,7 @@ def describe(lost: Sequence[LostRank], world: World) -> str:
 
 
 def restart_test(
-    world: World, console: Console, signals: Signals, lock: RunLock, result: Result
+    world: World, console: Console, signals: Signals, lock: FolderLock, result: Result
 ) -> None:
     """After ranks were lost during the test, prepare to repeat it and print a line. Collective.
 
@@ -58,7 +58,7 @@ def restart_test(
     signals : Signals
         The stop requests of this rank. The function resets `agreed`, so the remaining ranks must
         agree on a stop again.
-    lock : RunLock
+    lock : FolderLock
         The lock of the run's folder.
     result : Result
         The result of the training run, including the number of ranks lost before the test.

@@ -15,7 +15,7 @@ from mpidl.files import call_together
 from mpidl.ranks import survival
 from mpidl.report import status, stop_file
 from mpidl.training.files import lock_file
-from mpidl.training.files.run_lock import RunLock
+from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.progress import EpochSummary
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def watched(
-    folder: str | os.PathLike[str] | None, world: World, signals: Signals, lock: RunLock
+    folder: str | os.PathLike[str] | None, world: World, signals: Signals, lock: FolderLock
 ) -> Iterator[None]:
     """Within the block, let the file `stop` end the run as a signal does.
 
@@ -44,7 +44,7 @@ def watched(
         The ranks of the run.
     signals : Signals
         The requests to stop the run.
-    lock : RunLock
+    lock : FolderLock
         The lock of the folder.
     """
     if folder is None or signals.look is not None:
@@ -120,7 +120,7 @@ class StatusHook:
         Folder of the run.
     world : World
         The ranks of the run.
-    lock : RunLock
+    lock : FolderLock
         The lock of the folder.
 
     Attributes
@@ -129,7 +129,7 @@ class StatusHook:
         The content of the file.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], world: World, lock: RunLock) -> None:
+    def __init__(self, folder: str | os.PathLike[str], world: World, lock: FolderLock) -> None:
         self.folder, self.world, self.lock = folder, world, lock
         self.status = status.Status()
 
@@ -177,7 +177,7 @@ class StatusHook:
 
 
 def of_run(
-    hooks: Iterable[object], folder: str | os.PathLike[str] | None, world: World, lock: RunLock
+    hooks: Iterable[object], folder: str | os.PathLike[str] | None, world: World, lock: FolderLock
 ) -> StatusHook | None:
     """Return a StatusHook, or None if the run has no folder or `hooks` contains a StatusHook."""
     if folder is None or any(isinstance(hook, StatusHook) for hook in hooks):

@@ -22,8 +22,8 @@ from mpidl.ranks.world import World
 from mpidl.report import Console
 from mpidl.training import hooks as hook_classes
 from mpidl.training import input_pipeline, lost_ranks, status_hooks, tracking_hooks
+from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.files.run_folder import RunFolder
-from mpidl.training.files.run_lock import RunLock
 from mpidl.training.optimizers import Optimizer, of_options
 from mpidl.training.optimizers.checks import CustomOptimizer, check_optimizer, optimizer_spec
 from mpidl.training.options.training_options import TrainingOptions
@@ -46,7 +46,7 @@ def train(
     hooks: Iterable[object] = (),
     facts: Mapping[str, Any] | None = None,
     signals: Signals | None = None,
-    lock: RunLock | None = None,
+    lock: FolderLock | None = None,
 ) -> Result:
     """Train a network, updating its parameters and state in place. Collective.
 
@@ -86,7 +86,7 @@ def train(
         A `Signals` object in whose `with` block this function is called, for callers that also
         watch for signals before and after training. By default, this function watches for signals
         itself.
-    lock : RunLock, optional
+    lock : FolderLock, optional
         The lock of `out`, for callers that also write to the folder before and after training. By
         default, this function creates the lock.
 
@@ -118,7 +118,7 @@ def train(
     options = TrainingOptions() if options is None else options
     hooks = hook_classes.check_hooks(hooks)
     datastore, options, world = _checked(net, datastore, options, world, optimizer)
-    with contextlib.nullcontext(lock) if lock else RunLock(world) as run_lock:
+    with contextlib.nullcontext(lock) if lock else FolderLock(world) as run_lock:
         folder = RunFolder(out, resume, overwrite, world, run_lock)
         world.transport.report_folder = folder.out
         hooks = tracking_hooks.with_tensorboard(hooks, options, folder.out)

@@ -23,7 +23,7 @@ from mpidl.report.trackers import tracking
 from mpidl.training.audit import audit
 from mpidl.training.files import checkpoint, lock_file
 from mpidl.training.files.background import BackgroundWriter
-from mpidl.training.files.run_lock import RunLock
+from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.progress import Position
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class RunFolder:
         Arguments of `dl.train`.
     world : World
         The ranks.
-    lock : RunLock
+    lock : FolderLock
         The lock of the folder. The constructor locks an existing folder, and `make` locks a new
         folder.
 
@@ -174,7 +174,9 @@ class RunFolder:
         process uses the folder. The constructor changes no files of a run.
     """
 
-    def __init__(self, out: Any, resume: Any, overwrite: bool, world: World, lock: RunLock) -> None:
+    def __init__(
+        self, out: Any, resume: Any, overwrite: bool, world: World, lock: FolderLock
+    ) -> None:
         is_folder = resume is None or isinstance(resume, str | os.PathLike)
         if not is_folder and not isinstance(resume, tuple):
             kind = type(resume).__name__
