@@ -15,12 +15,10 @@ from mpidl.training import skipped_images
 from mpidl.training.files import run_state
 
 if TYPE_CHECKING:
-    from mpidl.ranks.failure import Signals
     from mpidl.ranks.world import LostRank, World
-    from mpidl.report import Console
-    from mpidl.training.files.folder_lock import FolderLock
     from mpidl.training.options.training_options import TrainingOptions
     from mpidl.training.progress import Result
+    from mpidl.training.session import Session
     from mpidl.training.trainer import Trainer
 
 
@@ -44,29 +42,16 @@ def describe(lost: Sequence[LostRank], world: World) -> str:
     return f"warning: {names} {verb} lost: {left}"
 
 
-def restart_test(
-    world: World, console: Console, signals: Signals, lock: FolderLock, result: Result
-) -> None:
+def restart_test(session: Session, result: Result) -> None:
     """After ranks were lost during the test, prepare to repeat it and print a line. Collective.
 
-    Parameters
-    ----------
-    world : World
-        The remaining ranks.
-    console : Console
-        The console of the run.
-    signals : Signals
-        The stop requests of this rank. The function resets `agreed`, so the remaining ranks must
-        agree on a stop again.
-    lock : FolderLock
-        The lock of the run's folder.
-    result : Result
-        The result of the training run, including the number of ranks lost before the test.
+    `result` is that of the training, with the number of ranks lost before the test.
     """
+    world, console = session.world, session.console
     if world.rank == 0:
         console.take_over()
-    signals.agreed = False
-    lock.take_over()
+    session.signals.agreed = False  # the remaining ranks must agree on a stop again
+    session.lock.take_over()
     lost = world.lost_ranks[result.lost_ranks :]
     console.line(f"{describe(lost, world)} with the test, which starts again")
 

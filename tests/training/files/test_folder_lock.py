@@ -157,7 +157,7 @@ def test_a_run_that_has_lost_its_lock_writes_nothing(world, folder, lose, cause)
 
     def lose_lock(trainer):
         lose(out)
-        wait_until(lambda: trainer.writer.folder.lock.is_lost)
+        wait_until(lambda: trainer.session.lock.is_lost)
         snapshot.update((path.name, path.read_bytes()) for path in out.iterdir())
 
     text = f"^{out}/{NAME}: this run has lost its lock: {cause}"
@@ -180,7 +180,7 @@ def test_a_run_notices_the_loss_before_the_next_checkpoint(world, folder):
             iterations.append(trainer.position.iteration)
             if len(iterations) == 2 and world.rank == 0:
                 removed(folder)
-                wait_until(lambda: trainer.writer.folder.lock.is_lost)
+                wait_until(lambda: trainer.session.lock.is_lost)
             trainer.world.barrier()
 
     with pytest.raises(LostLock):
