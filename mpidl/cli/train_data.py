@@ -88,7 +88,8 @@ def open_images(
                 f"--validation-frequency {options.validation_frequency}: expected validation "
                 "images (--validation-data, --validation-fraction or --fold)"
             )
-    Pipeline(train_set, data.Augmenter.of_options(options))  # only to check the augmentation
+    input_pipeline.image_shape(options, train_set.image_shape)  # only to check the crop
+    Pipeline(train_set, data.Augmenter.of_options(options))  # only to check the other options
     return Images(Sets(train_set, options.validation, test_set), options, source, notes)
 
 
