@@ -19,6 +19,7 @@ from mpidl.core import keyed
 from mpidl.data import Augmenter, ImageFolder
 from mpidl.data.formats.image_files import MEMORY_BLOCKS
 from mpidl.data.loading.pipeline import fill_blocks
+from mpidl.data.transforms.draws import SampleKeys
 from mpidl.errors import Fault
 
 FILES = 64  # maximum number of files to read
@@ -99,7 +100,7 @@ def measure_round(folder: str, side: int) -> dict[str, float]:
     paths = [os.path.join(store.folder, file) for file in store.files[:count]]
     pixels = store.read(indices)
     corners = np.ascontiguousarray(pixels[:, :, :side, :side])
-    moves = Augmenter(reflect_x=True, crop=size).moves(0, 1, indices, store.image_shape)
+    moves = Augmenter(reflect_x=True, crop=size).moves(SampleKeys(indices, 1, 0), store.image_shape)
     lanes = np.empty((-(-count // 16), 3, *size, 16), np.float32)
 
     def pillow():

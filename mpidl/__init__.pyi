@@ -37,7 +37,7 @@ from mpidl.interchange.weights import save_weights as save_weights
 from mpidl.jobs.launch import launch as launch
 from mpidl.losses import BinaryCrossEntropy as BinaryCrossEntropy
 from mpidl.losses import CrossEntropy as CrossEntropy
-from mpidl.losses import Dice as Dice
+from mpidl.losses.overlap_losses import *
 from mpidl.nn import Network as Network
 from mpidl.nn import analyze as analyze
 from mpidl.nn.layers.activation import *
@@ -58,10 +58,10 @@ from mpidl.ops.binary_loss import *
 from mpidl.ops.concat import *
 from mpidl.ops.conv import *
 from mpidl.ops.dense import *
-from mpidl.ops.dice import *
 from mpidl.ops.dropout import *
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
+from mpidl.ops.overlap import *
 from mpidl.ops.pad import *
 from mpidl.ops.pool import *
 from mpidl.ops.probabilities import *
@@ -76,12 +76,7 @@ from mpidl.training.files.model_file import load_model as load_model
 from mpidl.training.files.model_file import save_model as save_model
 from mpidl.training.files.model_file import weights_sha256 as weights_sha256
 from mpidl.training.loop_run import report_to as report_to
-from mpidl.training.optimizers import LAMB as LAMB
-from mpidl.training.optimizers import LARS as LARS
-from mpidl.training.optimizers import SGDM as SGDM
-from mpidl.training.optimizers import Adam as Adam
-from mpidl.training.optimizers import AdamW as AdamW
-from mpidl.training.optimizers import RMSProp as RMSProp
+from mpidl.training.optimizers.solvers import *
 from mpidl.training.options.training_options import TrainingOptions as TrainingOptions
 from mpidl.training.tracking_hooks.mlflow import MLflowHook as MLflowHook
 from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook as TensorBoardHook

@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -29,6 +30,14 @@ def read_stub(folder: str) -> Stub:
     pairs = [(alias.name, node.module or "") for node in imports for alias in node.names]
     families = tuple(module for name, module in pairs if name == "*")
     return Stub({name: module for name, module in pairs if name != "*"}, families)
+
+
+@functools.cache
+def read_exports(folder: str, module: str) -> tuple[str, ...]:
+    """Read the `__all__` of a module without importing it; `folder` contains the outer package."""
+    with open(os.path.join(folder, *module.split(".")) + ".py", encoding="utf-8") as file:
+        lists = re.findall(r"^__all__ \+?= (\[.*?\])", file.read(), re.M | re.S)
+    return tuple(name for text in lists for name in ast.literal_eval(text))
 
 
 class LazyPackage(ModuleType):
@@ -77,10 +86,15 @@ class LazyPackage(ModuleType):
             return submodule, getattr(submodule, name) if self._hides(
                 submodule, name
             ) else submodule
-        for family in map(importlib.import_module, families):
-            if name in family.__all__:
+        for module in families:
+            if name in read_exports(self._folder(), module):
+                family = importlib.import_module(module)
                 return family, getattr(family, name)
         return None, None
+
+    def _folder(self) -> str:
+        """The folder that contains the outer package."""
+        return self.__path__[0].removesuffix(os.path.join(*self.__name__.split(".")))
 
     def _hides(self, submodule: ModuleType, name: str) -> bool:
         """Whether a public name hides the submodule of the same name."""
@@ -91,7 +105,7 @@ class LazyPackage(ModuleType):
 
     def _public_names(self) -> list[str]:
         origins, families = read_stub(self.__path__[0])
-        names = {name for module in families for name in importlib.import_module(module).__all__}
+        names = {name for module in families for name in read_exports(self._folder(), module)}
         return sorted(names | {name for name, module in origins.items() if _exists(module)})
 
 

@@ -236,16 +236,17 @@ void mpidl_binary_correct_count(const float *logits, const float *targets, const
                                 const int32_t *counts, double *rows, int64_t blocks,
                                 int64_t classes, int64_t pixels, const int64_t *tree);
 
-/* dice.c: p (blocks, classes, pixels, 16). slopes (blocks, 2, classes, 16) are derivatives of an
- * image's loss with respect to p; see backends/reference/dice.py. class_weights (classes) may be
- * NULL, which means weights of 1. For smooth and generalized, see DiceRule. */
-void mpidl_dice(const double *p, const int32_t *labels, const int32_t *counts, double *slopes,
-                double *rows, int64_t blocks, int64_t classes, int64_t pixels,
-                const int64_t *tree, const double *class_weights, double smooth,
-                int64_t generalized);
-void mpidl_dice_dp(const double *p, const int32_t *labels, const int32_t *counts,
-                   const double *slopes, double scale, float *dp, int64_t blocks, int64_t classes,
-                   int64_t pixels);
+/* overlap.c: p (blocks, classes, pixels, 16). slopes (blocks, 2, classes, 16) are derivatives of an
+ * image's loss with respect to p; see backends/reference/overlap.py. class_weights (classes) may be
+ * NULL, which means weights of 1. The other numbers are those of OverlapRule. */
+void mpidl_overlap(const double *p, const int32_t *labels, const int32_t *counts, double *slopes,
+                   double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                   const int64_t *tree, const double *class_weights, double smooth,
+                   int64_t generalized, int64_t is_squared, double above, double below,
+                   double chances, double labelled);
+void mpidl_overlap_dp(const double *p, const int32_t *labels, const int32_t *counts,
+                      const double *slopes, double scale, float *dp, int64_t blocks,
+                      int64_t classes, int64_t pixels, int64_t is_squared);
 
 /* optimizer.c, clip.c: `parameters` points to structs of these files. decays, factors, coefficients
  * and scales have the shape (count). `formula` is a name. numbers (given) has the learning rate and

@@ -68,19 +68,20 @@ class BinaryRule(NamedTuple):
 PLAIN_BINARY = BinaryRule()
 
 
-class DiceRule(NamedTuple):
-    """Options of the Dice loss of an image.
+class OverlapRule(NamedTuple):
+    """A similarity of probabilities and labels of an image, by the overlap of regions.
 
     For class k, let p be the probability of the class at a pixel, and g be 1 if the label of the
-    pixel is k, else 0. I[k] is the sum of p g, and U[k] is the sum of p**2 + g, over the image's
-    pixels. With the class weights w and the smoothing s, the loss is
+    pixel is k, else 0. Over the image's pixels, I[k] is the sum of p g, S[k] the sum of p**2 (or of
+    p, unless `is_squared`), and n[k] the sum of g. Let A[k] = a I[k] and U[k] = b I[k] + c S[k] +
+    d n[k]. The defaults 2, 0, 1, 1 of a, b, c and d give the Dice loss. With the class weights w
+    and the smoothing s, the loss is
 
-        sum_k w[k] (1 - (2 I[k] + s) / (U[k] + s)) / sum_k w[k]
+        sum_k w[k] (1 - (A[k] + s) / (U[k] + s)) / sum_k w[k]
 
-    If `generalized` is True, let v[k] = w[k] / n[k]**2, where n[k] is the number of pixels of the
-    class. The loss is then
+    If `generalized` is True, let v[k] = w[k] / n[k]**2. The loss is then
 
-        1 - (2 sum_k v[k] I[k] + s) / (sum_k v[k] U[k] + s)
+        1 - (sum_k v[k] A[k] + s) / (sum_k v[k] U[k] + s)
 
     For a class without pixels, n[k] is the smallest n of the image's other classes, or 1 if no
     class has pixels. Sums leave out pixels with a label outside 0..K-1. If K is 1, the label 1
@@ -95,14 +96,23 @@ class DiceRule(NamedTuple):
         The smoothing s, at least 0.
     generalized : bool
         Whether the weight of a class is divided by the square of the class's number of pixels.
+    is_squared : bool
+        Whether S is the sum of p**2.
+    above, below, chances, labelled : float
+        The factors a, b, c and d.
     """
 
     class_weights: Any = None
     smooth: float = 1.0
     generalized: bool = False
+    is_squared: bool = True
+    above: float = 2.0
+    below: float = 0.0
+    chances: float = 1.0
+    labelled: float = 1.0
 
 
-PLAIN_DICE = DiceRule()
+DICE = OverlapRule()
 
 
 class TrainingFunctions(Protocol):
@@ -218,18 +228,26 @@ class TrainingFunctions(Protocol):
         Unused lanes are zero. See `cross_entropy_dlogits` for `scale`.
         """
 
-    # dice
+    # overlap
 
-    def dice(
-        self, p: Lanes, labels: Lanes, counts: Array, tree: Tree, rule: DiceRule = PLAIN_DICE
+    def overlap(
+        self, p: Lanes, labels: Lanes, counts: Array, tree: Tree, rule: OverlapRule = DICE
     ) -> tuple[Partial, Array]:
-        """Sum the losses of `DiceRule` over the images: () float64. Return (sum, slopes).
+        """Sum the losses of `OverlapRule` over the images: () float64. Return (sum, slopes).
 
-        p (B, K, ..., 16) is float64. `slopes` is an argument of `dice_dp`.
+        p (B, K, ..., 16) is float64. `slopes` is an argument of `overlap_dp`.
         """
 
-    def dice_dp(self, p: Lanes, labels: Lanes, slopes: Array, scale: Any, counts: Array) -> Lanes:
-        """Return the gradient of the sum of `dice` with respect to p, times scale.
+    def overlap_dp(
+        self,
+        p: Lanes,
+        labels: Lanes,
+        slopes: Array,
+        scale: Any,
+        counts: Array,
+        rule: OverlapRule = DICE,
+    ) -> Lanes:
+        """Return the gradient of the sum of `overlap` with respect to p, times scale.
 
         Unused lanes of the result are 0. The result is float32, or has the dtype of p in the
         reference backend. See `cross_entropy_dlogits` for `scale`.

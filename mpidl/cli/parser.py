@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from mpidl.errors import UserError
-from mpidl.options.declaration import at_least, check_value, flag, rule_of
+from mpidl.options.declaration import at_least, check_value, either, flag, rule_of
+from mpidl.training.optimizers.solvers import help_text, shown_default
 from mpidl.training.options.configuration import DECLARED
 from mpidl.training.options.run_inputs import PACK
-from mpidl.training.options.training_options import help_text, nearest, shown_default
+from mpidl.training.options.training_options import nearest
 
 COMMON = "Common options"
 UNGROUPED = "Other options"
@@ -230,7 +231,7 @@ class Parser(argparse.ArgumentParser):
         text = text.replace(PACK, typed_command("mpidl.pack"))
         choices = "|".join([*rule.choices, *([rule.metavar] if rule.pattern else [])])
         if len(choices) > MAX_CHOICES:
-            text, choices = f"{text}. NAME is {_either(rule.choices)}", "NAME"
+            text, choices = f"{text}. NAME is {either(rule.choices)}", "NAME"
         default = shown_default(declaration) if default is None else default
         bare = {} if rule.bare is None else {"nargs": "?", "const": rule.bare}
         self.text(
@@ -259,10 +260,6 @@ def _flag_lists(sections):
         for title, actions in sections.items()
     ]
     return "\n".join(["Other options, which --help-all explains:", *lines])
-
-
-def _either(names):
-    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def count(spelled: str) -> Callable[[str], int]:

@@ -19,6 +19,7 @@ from mpidl.data.loading.gathering import Gatherer
 from mpidl.data.loading.pipeline import Pipeline, fill_blocks
 from mpidl.data.loading.workers import Job, make_items, prefetch_items
 from mpidl.data.parts import part_blocks, share_parts
+from mpidl.data.transforms.draws import SampleKeys
 from mpidl.errors import UserError
 from mpidl.matlab_names import explain_arguments
 from mpidl.text import did_you_mean
@@ -401,18 +402,15 @@ class _BatchBuilder:
     def read(self, first, stop):
         """Read and prepare blocks first..stop-1 of this rank's share."""
         p, batch, lanes = self.pipeline, self.batch, self.lanes[first:stop]
-        indices = batch.indices[first * LANES : stop * LANES]
+        keys = SampleKeys(batch.indices[first * LANES : stop * LANES], batch.epoch, batch.seed)
         labels_of_blocks = None if self.labels is None else self.labels[first:stop]
-        keys = batch.epoch, batch.seed
-        if self.gatherer is not None:
-            if self.gatherer.fill(indices, *keys, lanes, labels_of_blocks):
-                return
-        data = p.read_or_find(indices, *keys, self.unreadable_images)
+        if self.gatherer is not None and self.gatherer.fill(keys, lanes, labels_of_blocks):
+            return
+        data = p.read_or_find(keys, self.unreadable_images)
         if data is None:
             return
         pixels, labels = data
-        moves = p.moves(indices, *keys)
-        fill_blocks(pixels, moves, p.normalization.arrays(), lanes)
+        fill_blocks(pixels, p.moves(keys), p.normalization.arrays(), lanes)
         if labels is not None:
             full, rest = divmod(len(labels), LANES)  # only the last block can have fewer images
             blocks = labels[: full * LANES].reshape(full, LANES, *labels.shape[1:])

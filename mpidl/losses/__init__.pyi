@@ -7,7 +7,6 @@ from mpidl.losses.checks import labels_per_image as labels_per_image
 from mpidl.losses.checks import output_class_names as output_class_names
 from mpidl.losses.checks import trained_classes as trained_classes
 from mpidl.losses.cross_entropy_loss import CrossEntropy as CrossEntropy
-from mpidl.losses.dice_loss import Dice as Dice
 from mpidl.losses.label_checks import targets_shape as targets_shape
 from mpidl.losses.named import LOSSES as LOSSES
 from mpidl.losses.named import cross_entropy as cross_entropy
@@ -17,6 +16,7 @@ from mpidl.losses.named import label_loss as label_loss
 from mpidl.losses.named import loss_function as loss_function
 from mpidl.losses.named import loss_with_options as loss_with_options
 from mpidl.losses.named import mean_squared_error as mean_squared_error
+from mpidl.losses.overlap_losses import *
 from mpidl.losses.trained import check_trained_loss as check_trained_loss
 from mpidl.losses.trained import has_separate_labels as has_separate_labels
 from mpidl.losses.trained import label_names as label_names

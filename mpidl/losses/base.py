@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
@@ -23,9 +23,17 @@ class LabelLoss(abc.ABC):
     """A loss that compares scores with labels, for the argument `loss` of training and evaluation.
 
     Subclasses define the attribute `ignore_label` and the abstract methods.
+
+    Attributes
+    ----------
+    ignore_label : int or None
+        The label that is left out of the loss and the accuracy.
+    separate_labels : bool
+        Whether the outputs are scores of labels that may occur together, instead of classes.
     """
 
     ignore_label: int | None
+    separate_labels: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -33,22 +41,7 @@ class LabelLoss(abc.ABC):
         """The name of the loss, such as "crossentropy"."""
 
     def __call__(self, net: Network, images: Blocked, labels: Blocked) -> Sums:
-        """Return the mean loss and the number of correct labels of a mini-batch.
-
-        Parameters
-        ----------
-        net : Network
-            The network.
-        images : Blocked
-            Images (N, C, H, W).
-        labels : Blocked
-            Labels or targets; see `of_scores`.
-
-        Returns
-        -------
-        tuple of Partial
-            See `of_scores`.
-        """
+        """Return `of_scores` of the scores that a network gives images (N, C, H, W)."""
         return self.of_scores(self.scores(net, images), labels)
 
     def scores(self, net: Network, images: Blocked) -> Blocked:
@@ -69,7 +62,22 @@ class LabelLoss(abc.ABC):
         return net.logits(images, Sigmoid if self._uses_sigmoid(net) else Softmax)
 
     def _uses_sigmoid(self, net):
-        return False
+        return self.separate_labels
+
+    def label_classes(self, outputs: int) -> int:
+        """Return the number of classes that a label may be.
+
+        Parameters
+        ----------
+        outputs : int
+            Number of outputs K of the network.
+
+        Returns
+        -------
+        int
+            K, or 2 if an output is the score of a label that may occur or not.
+        """
+        return 2 if self.separate_labels else outputs
 
     @abc.abstractmethod
     def of_scores(self, scores: Blocked | Var, labels: Blocked) -> Sums:
@@ -106,7 +114,6 @@ class LabelLoss(abc.ABC):
         """Whether `for_images` computes weights from the labels of the training set."""
         return False
 
-    @abc.abstractmethod
     def for_images(self, datastore: Any, outputs: int, world: Any = None) -> LabelLoss:
         """Return this loss with numbers instead of "balanced" weights. Collective.
 
@@ -126,6 +133,7 @@ class LabelLoss(abc.ABC):
             The loss. A class without images or pixels has the weight 0. A label without positive
             targets has the weight 1.
         """
+        return self
 
     @abc.abstractmethod
     def is_replayable(self, outputs: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -62,6 +62,7 @@ class BinaryCrossEntropy(LabelLoss):
     positive_weights: Weights = None
     ignore_label: int | None = None
     focal_gamma: float = 0.0
+    separate_labels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         weights = checked_weights("positive_weights", self.positive_weights, nonzero=False)
@@ -71,9 +72,6 @@ class BinaryCrossEntropy(LabelLoss):
                 f"ignore_label {self.ignore_label}: expected a target other than 0 and 1"
             )
         check("focal_gamma", self.focal_gamma)
-
-    def _uses_sigmoid(self, net):
-        return True
 
     @property
     def name(self) -> str:
@@ -87,21 +85,12 @@ class BinaryCrossEntropy(LabelLoss):
         return self.ignore_label is None
 
     def of_scores(self, scores: Blocked | Var, targets: Blocked) -> Sums:
-        """Return the mean loss and the number of correct labels, given the scores of a network.
+        """Return the sums of a mini-batch, given the scores of a network.
 
         Parameters
         ----------
-        scores : Blocked
-            Scores (N, K) or (N, K, ...).
-        targets : Blocked
-            Targets with the shape of the scores.
-
-        Returns
-        -------
-        tuple of Partial
-            The loss and the number of correct labels. If `ignore_label` is set, also the number of
-            targets that are not ignored, as both count and weight (see `base.Sums`). Only the loss
-            can be differentiated.
+        scores, targets : Blocked
+            Scores and targets, both (N, K) or (N, K, ...).
         """
         ignored = self.ignore_label
         weights = numbers_of("positive_weights", self.positive_weights, "BinaryCrossEntropy")
@@ -119,23 +108,6 @@ class BinaryCrossEntropy(LabelLoss):
         return loss, correct, count, count
 
     def for_images(self, datastore: Any, outputs: int, world: Any = None) -> BinaryCrossEntropy:
-        """Return this loss with numbers instead of "balanced" weights. Collective.
-
-        Parameters
-        ----------
-        datastore : Datastore
-            The training set.
-        outputs : int
-            Number of labels K.
-        world : World, optional
-            The ranks, which divide the reading of targets among themselves. By default, this
-            process reads all targets.
-
-        Returns
-        -------
-        BinaryCrossEntropy
-            The loss. A label without positive targets has the weight 1.
-        """
         if self.positive_weights != "balanced":
             return self
         negatives, positives = count_positives(datastore, outputs, world)

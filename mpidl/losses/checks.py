@@ -8,7 +8,6 @@ from typing import Any
 
 from mpidl.data.checks import check_classes
 from mpidl.errors import UserError
-from mpidl.losses.dice_loss import Dice
 from mpidl.losses.label_checks import targets_shape
 from mpidl.losses.named import has_class_scores, has_label_scores, label_loss, loss_function
 from mpidl.nn import Network
@@ -126,6 +125,5 @@ def label_range(loss: str | Callable[..., Any], net: Network) -> dict[str, int |
     named_loss = label_loss(loss)
     if named_loss is None:
         return {"classes": None, "ignore_label": None}
-    classes = 2 if has_label_scores(loss) else net.output_shape[0]
-    classes = 2 if isinstance(named_loss, Dice) and classes == 1 else classes
+    classes = named_loss.label_classes(net.output_shape[0])
     return {"classes": classes, "ignore_label": named_loss.ignore_label}

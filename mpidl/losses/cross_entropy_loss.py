@@ -78,22 +78,6 @@ class CrossEntropy(LabelLoss):
             )
 
     def of_scores(self, scores: Blocked | Var, labels: Blocked) -> Sums:
-        """Return the mean loss and the number of correct labels, given the scores of a network.
-
-        Parameters
-        ----------
-        scores : Blocked
-            Scores (N, K) or (N, K, ...).
-        labels : Blocked
-            Labels (N,) or (N, ...).
-
-        Returns
-        -------
-        tuple of Partial
-            The loss and the number of correct labels. If `class_weights` or `ignore_label` is set,
-            also the number of labels that are not ignored, and the sum of their weights. Only the
-            loss can be differentiated.
-        """
         ignore_label = self.ignore_label
         weights = numbers_of("class_weights", self.class_weights, "CrossEntropy")
         loss = ops.softmax_cross_entropy(
@@ -112,23 +96,6 @@ class CrossEntropy(LabelLoss):
         return loss, correct, count, weight
 
     def for_images(self, datastore: Any, outputs: int, world: Any = None) -> CrossEntropy:
-        """Return this loss with numbers instead of "balanced" weights. Collective.
-
-        Parameters
-        ----------
-        datastore : Datastore
-            The training set, with a label per image or per pixel.
-        outputs : int
-            Number of classes K.
-        world : World, optional
-            The ranks, which divide the reading of the pixels' labels among themselves. By default,
-            this process reads all labels.
-
-        Returns
-        -------
-        CrossEntropy
-            The loss. A class without images or pixels has the weight 0.
-        """
         if self.class_weights != "balanced":
             return self
         counts = count_labels(datastore, outputs, world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mpidl import ops
@@ -12,7 +13,7 @@ from mpidl.errors import UserError
 from mpidl.losses.base import LabelLoss, Sums
 from mpidl.losses.binary_cross_entropy_loss import BinaryCrossEntropy
 from mpidl.losses.cross_entropy_loss import CrossEntropy
-from mpidl.losses.dice_loss import Dice
+from mpidl.losses.overlap_losses import Dice
 
 if TYPE_CHECKING:
     from mpidl.nn import Network
@@ -41,14 +42,6 @@ LOSSES: dict[str, LossFunction] = {
     "mae": mean_absolute_error,
 }
 
-# {name of a loss: class whose fields are the options of the loss}
-_CLASSES: dict[str, type[Any]] = {
-    "crossentropy": CrossEntropy,
-    "binary-crossentropy": BinaryCrossEntropy,
-    "dice": Dice,
-    "crossentropy+dice": CrossEntropy,
-}
-
 
 def label_loss(loss: str | Callable[..., Any]) -> LabelLoss | None:
     """Return the label loss that `loss` names or is, or None if `loss` is not a label loss."""
@@ -58,12 +51,14 @@ def label_loss(loss: str | Callable[..., Any]) -> LabelLoss | None:
 
 def has_class_scores(loss: str | Callable[..., Any]) -> bool:
     """Return whether the outputs for this loss are class scores, and each label is one class."""
-    return isinstance(label_loss(loss), CrossEntropy | Dice)
+    named_loss = label_loss(loss)
+    return named_loss is not None and not named_loss.separate_labels
 
 
 def has_label_scores(loss: str | Callable[..., Any]) -> bool:
     """Return whether the outputs for this loss are scores of labels that may occur together."""
-    return isinstance(label_loss(loss), BinaryCrossEntropy)
+    named_loss = label_loss(loss)
+    return named_loss is not None and named_loss.separate_labels
 
 
 def loss_with_options(name: str | Callable[..., Any], options: Mapping[str, Any]) -> Any:
@@ -72,23 +67,25 @@ def loss_with_options(name: str | Callable[..., Any], options: Mapping[str, Any]
     options, or if a value is out of range.
     """
     for option, value in options.items():
-        takers = [loss for loss, cls in _CLASSES.items() if option in cls.__dataclass_fields__]
+        takers = [other for other, loss in LOSSES.items() if hasattr(_with_options(loss), option)]
         if callable(name) or name not in takers:
             *losses, last = takers
             expected = f"{', '.join(losses)} or {last}" if losses else last
             raise UserError(
                 f"--{option.replace('_', '-')} {value}: expected the loss {expected}, found {name}"
             )
-    if not options:
+    if callable(name) or not options:
         return name
-    if name == "binary-crossentropy":
-        return BinaryCrossEntropy(**options)
-    if name == "dice":
-        return Dice(**options)
-    loss = CrossEntropy(**options)
-    if name == "crossentropy":
-        return loss
-    return Dice(ignore_label=loss.ignore_label, cross_entropy=loss)
+    loss: Any = LOSSES[name]
+    changed = replace(_with_options(loss), **options)
+    if isinstance(changed, type(loss)):
+        return changed
+    return replace(loss, ignore_label=changed.ignore_label, cross_entropy=changed)
+
+
+def _with_options(loss: Any) -> Any:
+    """Return the loss whose fields are the options: the cross-entropy, if a Dice loss is added."""
+    return getattr(loss, "cross_entropy", None) or loss
 
 
 def loss_function(loss: str | Callable[..., Any]) -> LossFunction:

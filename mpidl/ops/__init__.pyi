@@ -11,11 +11,11 @@ from mpidl.ops.conv import *
 from mpidl.ops.conv import conv2d_relu as conv2d_relu
 from mpidl.ops.conv_norm_pool import conv2d_relu_norm_max_pool as conv2d_relu_norm_max_pool
 from mpidl.ops.dense import *
-from mpidl.ops.dice import *
 from mpidl.ops.dropout import *
 from mpidl.ops.dropout import dropout_threshold as dropout_threshold
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
+from mpidl.ops.overlap import *
 from mpidl.ops.pad import *
 from mpidl.ops.pool import *
 from mpidl.ops.probabilities import *

@@ -6,10 +6,12 @@ it, and its name in MATLAB. The command line, TOML files, sweeps, help texts, sh
 the tables of docs/options.md are derived from the declarations.
 """
 
+import inspect
 import math
 import numbers
 import operator
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
@@ -89,15 +91,19 @@ def factor() -> Rule:
 
 def one_of(*choices: str, allow_function: bool = False, optional: bool = False) -> Rule:
     """Return the rule for an option whose value is one of a fixed set of names."""
-    requirement = ", ".join(choices[:-1]) + f" or {choices[-1]}"
     return Rule(
         str,
-        requirement,
+        either(choices),
         choices=choices,
         allow_function=allow_function,
         optional=optional,
         bare="on" if choices == ON_OFF else None,
     )
+
+
+def either(names: Sequence[str]) -> str:
+    """Return the names as text: "a, b or c"."""
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 SIZE = Rule(
@@ -212,6 +218,17 @@ def default_text(declaration: Field) -> str:
     """Return the default of an option as --help shows it, or "" if --help shows none."""
     text, default = declaration.metadata["default_help"], declaration.default
     return text if text is not None else "none" if default is None else str(default)
+
+
+def parameter_text(declaration: Field, text: str, default: str) -> str:
+    """Return the entry of an option in the section Parameters of a docstring."""
+    rule, indent = rule_of(declaration), " " * 8
+    kind = inspect.formatannotation(declaration.type).replace("collections.abc.", "")
+    if rule.choices and not rule.pattern:
+        kind = f"{{{', '.join(map(repr, rule.choices))}}}"
+        kind += " or function" if rule.allow_function else ""
+    lines = textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent)
+    return f"    {declaration.name} : {kind}, default {default}\n{lines}.\n"
 
 
 def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> Any:

@@ -17,11 +17,8 @@ from mpidl.core.fold import Counter, Partial, Tree
 from mpidl.core.tape import value_of
 from mpidl.data.parts import PartedBatch, parts_of
 from mpidl.errors import UserError
-from mpidl.losses import label_loss
+from mpidl.losses import LOSSES, label_loss
 from mpidl.nn import Network
-
-# Losses that are means over the images.
-MEANS = ("crossentropy", "binary-crossentropy", "dice", "crossentropy+dice", "mse", "mae")
 
 
 class PartObjective:
@@ -125,8 +122,8 @@ def check(options: Any, loss: Any, device: Any) -> None:
         problem = "--class-weights divides by a sum over the whole mini-batch"
     elif any(getattr(part, "ignore_label", None) is not None for part in losses):
         problem = "--ignore-label divides by a sum over the whole mini-batch"
-    elif loss not in MEANS and label_loss(loss) is None:
+    elif loss not in LOSSES and label_loss(loss) is None:
         name = getattr(loss, "__name__", loss)
-        problem = f"expected the loss {', '.join(MEANS)}, found {name}"
+        problem = f"expected the loss {', '.join(LOSSES)}, found {name}"
     if problem:
         raise UserError(f"{flag}: {problem}")

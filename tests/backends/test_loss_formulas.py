@@ -14,7 +14,7 @@ from cpu_builds import needs_kernels, on_all_builds
 from mpidl.backends import CPU, REFERENCE
 from mpidl.backends.gpu import array
 from mpidl.backends.gpu.backend import GPU
-from mpidl.backends.training_interface import BinaryRule, DiceRule, LabelRule
+from mpidl.backends.training_interface import BinaryRule, LabelRule, OverlapRule
 from mpidl.core.blocks import LANES
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, for NaN
@@ -131,11 +131,12 @@ def add_dice(name, rule, formula, classes=K):
         return b.elementwise("sigmoid", x).astype(np.float64) if classes == 1 else b.softmax(x)
 
     def loss(b, a):
-        return b.dice(chances(b, a.x), a.y, a.counts, a.tree, rule)[0]
+        return b.overlap(chances(b, a.x), a.y, a.counts, a.tree, rule)[0]
 
     def gradient(b, a):
         p = chances(b, a.x)
-        return b.dice_dp(p, a.y, b.dice(p, a.y, a.counts, a.tree, rule)[1], 0.5, a.counts)
+        slopes = b.overlap(p, a.y, a.counts, a.tree, rule)[1]
+        return b.overlap_dp(p, a.y, slopes, 0.5, a.counts, rule)
 
     add(name, loss, formula, "labels", gradient, classes)
 
@@ -161,10 +162,10 @@ for name, rule in {
 add_loss("mse", "errors", lambda x, t: ((x - t) ** 2).sum(), "numbers", 2)
 add_loss("mae", "errors", lambda x, t: abs(x - t).sum(), "numbers", 1)
 for name, rule in {
-    "dice": DiceRule(),
-    "dice, weighted, not smoothed": DiceRule(WEIGHTS, 0.0),
-    "dice, generalized": DiceRule(None, 1e-8, True),
-    "dice, generalized, weighted": DiceRule(WEIGHTS, 0.0, True),
+    "dice": OverlapRule(),
+    "dice, weighted, not smoothed": OverlapRule(WEIGHTS, 0.0),
+    "dice, generalized": OverlapRule(None, 1e-8, True),
+    "dice, generalized, weighted": OverlapRule(WEIGHTS, 0.0, True),
 }.items():
     formula = functools.partial(dice, weights=rule[0], smooth=rule[1], generalized=rule[2])
     add_dice(name, rule, formula)
@@ -296,10 +297,10 @@ def assert_generalized_dice(backend, size):
         for a in (p, labels)
     )
     counts = array.plain(np.array([2], np.int32)) if backend is GPU else owned.counts
-    rule = DiceRule(None, 1e-8, True)
-    loss, slopes = backend.dice(placed_p, placed_labels, counts, owned.tree, rule)
+    rule = OverlapRule(None, 1e-8, True)
+    loss, slopes = backend.overlap(placed_p, placed_labels, counts, owned.tree, rule)
     assert sum_of(loss) == pytest.approx(2 - (numerator / denominator).sum(), rel=1e-12)
-    d = host(backend.dice_dp(placed_p, placed_labels, slopes, 1.0, counts))[0]
+    d = host(backend.overlap_dp(placed_p, placed_labels, slopes, 1.0, counts))[0]
     for i in range(2):
         assert abs(d[..., i] - dp[i]).max() <= 1e-6 * abs(dp[i]).max()
     assert not d[..., 2:].any()

@@ -6,7 +6,7 @@ import numpy as np
 from conformance import Case, Draw, cotangent, filters, images, labels, lanes, vector
 
 from mpidl.backends.reference import optimizer as reference
-from mpidl.backends.training_interface import BinaryRule, DiceRule, LabelRule
+from mpidl.backends.training_interface import BinaryRule, LabelRule, OverlapRule
 
 CPU = ("cpu",)
 
@@ -60,28 +60,28 @@ def soft_losses(label, scores, shape, large):
         yield Case("soft_cross_entropy_dlogits", name, scaled, 1e-6, **large)
 
 
-def dice_losses(classes, pixels, label, large):
+def overlap_losses(classes, pixels, label, large):
     """Yield cases with labels outside the classes, for each rule."""
     p = Draw("lanes", (classes, *pixels), 0, 1, np.float64)
     arguments = {"p": p, "labels": Draw("lanes", pixels, -1, classes + 2, np.int32)}
 
     def loss(backend, a):
-        return backend.dice(a["p"], a["labels"], a["counts"], a["tree"], a["rule"])[0]
+        return backend.overlap(a["p"], a["labels"], a["counts"], a["tree"], a["rule"])[0]
 
     def gradient(backend, a):
-        _, slopes = backend.dice(a["p"], a["labels"], a["counts"], a["tree"], a["rule"])
-        d = backend.dice_dp(a["p"], a["labels"], slopes, 0.37, a["counts"])
+        _, slopes = backend.overlap(a["p"], a["labels"], a["counts"], a["tree"], a["rule"])
+        d = backend.overlap_dp(a["p"], a["labels"], slopes, 0.37, a["counts"], a["rule"])
         return d.astype(np.float32) if isinstance(d, np.ndarray) else d  # reference: float64
 
     weights = np.linspace(0.5, 2, classes)
     for name, rule in {
-        "plain": DiceRule(),
-        "weighted, not smoothed": DiceRule(weights, 0.0),
-        "generalized": DiceRule(weights, 0.5, True),
+        "plain": OverlapRule(),
+        "weighted, not smoothed": OverlapRule(weights, 0.0),
+        "generalized": OverlapRule(weights, 0.5, True),
     }.items():
         call = f"{label}, {name}", arguments | {"rule": rule}
-        yield Case("dice", *call, 1e-13, True, call=loss)
-        yield Case("dice_dp", *call, call=gradient, **large)
+        yield Case("overlap", *call, 1e-13, True, call=loss)
+        yield Case("overlap_dp", *call, call=gradient, **large)
 
 
 def reciprocal(backend, arguments):
@@ -117,7 +117,7 @@ def losses(classes, pixels):
     if (classes, pixels) in ((1, ()), (33, ()), (3, (2, 3))):
         yield from binary_losses(classes, pixels, label, scores, large)
     if (classes, pixels) in ((1, ()), (3, (2, 3)), (2, (3, 87))):
-        yield from dice_losses(classes, pixels, label, large)
+        yield from overlap_losses(classes, pixels, label, large)
     compared = {"y": scores, "target": scores}
     for power in (1, 2):
         name = f"{label}, power {power}"

@@ -16,7 +16,7 @@ WARPED = [
     *("--translate", 2, "--rotation", 15, "--scale", "0.9,1.2", "--shear", 5, "--fill", 40),
     *("--random-crop", "16x14", "--normalization", "zerocenter-element"),
     *("--flip-mode", "alternate", "--brightness", 0.3, "--contrast", 0.3, "--saturation", 0.5),
-    *("--hue", 0.1, "--erase", 0.5),
+    *("--hue", 0.1, "--posterize", 0.5, "--posterize-bits", 3, "--erase", 0.5),
 ]
 # Options for transformations that are not in `WARPED`. `RESIZED` also applies to pixel labels.
 MIXED = [

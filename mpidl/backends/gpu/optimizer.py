@@ -12,12 +12,12 @@ import numpy as np
 
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.array import Array
-from mpidl.backends.reference.optimizer import is_formula
+from mpidl.backends.reference.optimizer import FORMULAS, is_formula
 
 ALIGNED = 64  # floats: 256 bytes, the alignment of device memory
 THREADS = 256  # threads per block
 SMALL = 1 << 22  # maximum total size of the parameters, in floats, for the smaller chunk
-MOST_NUMBERS = 7  # of a formula, as in formulas.h
+MOST_NUMBERS = max(numbers for _, numbers, _ in FORMULAS.values())  # as in formulas.h
 CHUNKS = 4 * THREADS, 32 * THREADS  # sizes of the two chunks: floats per block of threads
 
 

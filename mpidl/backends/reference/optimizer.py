@@ -1,5 +1,7 @@
 """Compute optimizer steps and clip gradients in NumPy."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 CHUNK, SUMS = 1 << 14, 16  # numbers per chunk, and partial sums per chunk, in `_squares`
@@ -20,105 +22,112 @@ def from_numpy(value, like):
 
 
 def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=None):
-    step, stepped = FORMULAS[formula], []
+    step, stepped = FORMULAS[formula][0], []
     factors = [1.0] * len(weights) if factors is None else factors
     parameters = zip(weights, gradients, decays, factors, *state, strict=True)
     for w, g, decay, factor, *arrays in parameters:
         number = w.dtype.type
         learning_rate, *constants = (number(value) for value in numbers)
         rate = learning_rate * number(factor)
-        stepped.append(step(w, np.asarray(g, w.dtype), number(decay), rate, *constants, *arrays))
+        stepped.append(step(w, np.asarray(g, w.dtype), number(decay), rate, constants, arrays))
     return stepped
 
 
-# The formulas. The arguments are a weight array, its gradient, the weight decay, the learning rate
-# times the parameter's factor, the other hyperparameters of the formula, and the state arrays. A
-# formula updates the state arrays in place and returns the new weight. Callers pass 1 - mean_decay
-# as mean_share, and 1 - square_decay as square_share.
+FORMULAS: dict[str, tuple[Callable, int, int]] = {}  # {name: (step, numbers, state arrays)}
 
 
-def sgdm(w, g, decay, rate, momentum, v):
+def formula(numbers: int, arrays: int) -> Callable[[Callable], Callable]:
+    """Return a decorator that declares a formula, as a line of EACH_STEP in formulas.h does.
+
+    The arguments of a formula are a weight array, its gradient, the weight decay, the learning rate
+    times the parameter's factor, the other numbers, and the state arrays. A formula updates the
+    state arrays in place and returns the new weight. `numbers` includes the learning rate.
+    """
+
+    def declare(step):
+        FORMULAS[step.__name__] = step, numbers, arrays
+        return step
+
+    return declare
+
+
+def is_formula(name, numbers, arrays):
+    """Return whether a formula has this name and takes this many numbers and state arrays."""
+    return name in FORMULAS and FORMULAS[name][1:] == (numbers, arrays)
+
+
+@formula(2, 1)
+def sgdm(w, g, decay, rate, numbers, state):
     """Set v = momentum * v - rate * g, where g = gradient + decay * w, and return w + v."""
+    (momentum,), (v,) = numbers, state
     g = _regularized(w, g, decay)
     v *= momentum
     v -= rate * g
     return w + v
 
 
-def nesterov(w, g, decay, rate, momentum, v):
+@formula(2, 1)
+def nesterov(w, g, decay, rate, numbers, state):
     """Return w + momentum * v - rate * g, with g and the new v as in `sgdm`."""
+    (momentum,), (v,) = numbers, state
     change = rate * _regularized(w, g, decay)
     v *= momentum
     v -= change
     return w + (momentum * v - change)
 
 
-def adam(w, g, decay, rate, mean_decay, mean_share, square_decay, square_share, epsilon, m, v):
-    """Return w - rate * m / (sqrt(v) + epsilon) for the new m and v.
+@formula(6, 2)
+def adam(w, g, decay, rate, numbers, state):
+    """Return w - rate * m / (sqrt(v) + epsilon) for the new m and v, with g as in `sgdm`.
 
-    The new m is mean_decay * m + mean_share * g. The new v is square_decay * v +
-    square_share * g**2, with g as in `sgdm`. The bias correction is part of `rate`. For
-    `CorrectedAdamMoments`, the correction is part of `epsilon` too.
+    The bias correction is part of `rate`. For `CorrectedAdamMoments`, the correction is part of
+    `epsilon` too.
     """
-    g = _regularized(w, g, decay)
-    m *= mean_decay
-    m += mean_share * g
-    v *= square_decay
-    v += square_share * (g * g)
-    return w - rate * (m / (np.sqrt(v) + epsilon))
+    return w - rate * _adam_direction(_regularized(w, g, decay), *numbers, *state)
 
 
-def adamw(
-    w,
-    g,
-    decay,
-    rate,
-    mean_decay,
-    mean_share,
-    square_decay,
-    square_share,
-    epsilon,
-    correction,
-    m,
-    v,
-):
+@formula(7, 2)
+def adamw(w, g, decay, rate, numbers, state):
     """Return w - rate * (correction * m / (sqrt(v) + epsilon) + decay * w).
 
-    The weight decay is decoupled: g is the gradient without the decay. m and v are updated as in
-    `adam`. `correction` is the bias correction sqrt(1 - square_decay^t) / (1 - mean_decay^t) of
-    step t. `epsilon` is the optimizer's option epsilon times sqrt(1 - square_decay^t).
+    The weight decay is decoupled: g is the gradient without the decay. `correction` is the bias
+    correction sqrt(1 - square_decay^t) / (1 - mean_decay^t) of step t. `epsilon` is the optimizer's
+    option epsilon times sqrt(1 - square_decay^t).
     """
-    m *= mean_decay
-    m += mean_share * g
-    v *= square_decay
-    v += square_share * (g * g)
-    direction = correction * (m / (np.sqrt(v) + epsilon))
+    *moments, correction = numbers
+    direction = correction * _adam_direction(g, *moments, *state)
     return w - rate * _regularized(w, direction, decay)
 
 
-def rmsprop(w, g, decay, rate, square_decay, square_share, epsilon, v):
+def _adam_direction(g, mean_decay, mean_share, square_decay, square_share, epsilon, m, v):
+    """Set m to mean_decay * m + mean_share * g, and v likewise for g^2; return m / (sqrt(v) + e).
+
+    Callers pass 1 - mean_decay as mean_share, and 1 - square_decay as square_share.
+    """
+    m *= mean_decay
+    m += mean_share * g
+    return m / _root_mean_square(g, square_decay, square_share, epsilon, v)
+
+
+@formula(4, 1)
+def rmsprop(w, g, decay, rate, numbers, state):
     """Return w - rate * g / (sqrt(v) + epsilon), with g and the new v as in `adam`."""
     g = _regularized(w, g, decay)
+    return w - rate * (g / _root_mean_square(g, *numbers, *state))
+
+
+def _root_mean_square(g, square_decay, square_share, epsilon, v):
     v *= square_decay
     v += square_share * (g * g)
-    return w - rate * (g / (np.sqrt(v) + epsilon))
+    return np.sqrt(v) + epsilon
 
 
-def average(w, g, decay, rate, a):
+@formula(1, 1)
+def average(w, g, decay, rate, numbers, state):
     """Update the average of the weights, a = a + rate * (w - a), and return w. g is not used."""
+    (a,) = state
     a += rate * (w - a)
     return w
-
-
-FORMULAS = {
-    formula.__name__: formula for formula in (sgdm, nesterov, adam, adamw, rmsprop, average)
-}
-
-
-def is_formula(name, numbers, arrays):
-    """Return whether a formula has this name and takes this many numbers and state arrays."""
-    formula = FORMULAS.get(name)
-    return formula is not None and formula.__code__.co_argcount == 3 + numbers + arrays
 
 
 def _regularized(w, g, decay):

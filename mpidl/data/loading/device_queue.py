@@ -13,6 +13,7 @@ from mpidl.core.blocks import LANES, Blocked, share
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.feed import Feed, FeedBuilder, label_bounds
 from mpidl.data.queue import MinibatchQueue
+from mpidl.data.transforms.draws import SampleKeys
 
 MOVES = ("mirrored", "top", "left")  # augmentations that are given by one integer per image
 RESIDENT = 0.5  # fraction of a device's free memory that its ranks may use for resident data sets
@@ -147,7 +148,7 @@ class Reader:
         """Upload the whole data set, `step` images at a time."""
         for start in range(0, count, step):
             indices = np.arange(start, min(start + step, count))
-            pixels, labels = self.pipeline.read(indices, 0, 0)
+            pixels, labels = self.pipeline.read(SampleKeys(indices, 0, 0))
             self.pixels.put(start, pixels)
             if self.labels is not None:
                 self.labels.put(start, labels)
@@ -161,7 +162,7 @@ class Reader:
         launching.scalar("epoch", 0, np.int32)  # read by `Batch.samples`
         places = samples if self.is_direct else launching.scalar("places", zeros, np.int32)
         layout = {"indices": places, "counts": batch.counts(), "blocks": batch.blocks}
-        options = self.pipeline.moves(zeros, 0, 0)
+        options = self.pipeline.moves(SampleKeys(zeros, 0, 0))
         options |= {
             name: launching.scalar(name, zeros, np.int32) for name in MOVES if name in options
         }

@@ -13,6 +13,7 @@ from mpidl.core.blocks import LANES, Batch, Blocked, blocks_of
 from mpidl.data.loading.bad_images import Unreadable
 from mpidl.data.loading.pipeline import Pipeline
 from mpidl.data.loading.workers import Job
+from mpidl.data.transforms.draws import SampleKeys
 
 
 class Feed(NamedTuple):
@@ -58,14 +59,14 @@ class FeedBuilder:
         )
 
     def _plan(self):
-        batch = self.batch
-        self.moves = self.pipeline.moves(self.indices, batch.epoch, batch.seed)
+        keys = SampleKeys(self.indices, self.batch.epoch, self.batch.seed)
+        self.moves = self.pipeline.moves(keys)
 
     def _read(self, first, stop):
         """Read the pixels and labels of the 16-image blocks first..stop-1."""
-        batch, run = self.batch, slice(first * LANES, stop * LANES)
-        indices = self.indices[run]
-        data = self.pipeline.read_or_find(indices, batch.epoch, batch.seed, self.unreadable_images)
+        run = slice(first * LANES, stop * LANES)
+        keys = SampleKeys(self.indices[run], self.batch.epoch, self.batch.seed)
+        data = self.pipeline.read_or_find(keys, self.unreadable_images)
         if data is None:
             return
         pixels, labels = data

@@ -10,6 +10,7 @@ import numpy as np
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.images import MemoryImages
 from mpidl.data.loading.pipeline import Pipeline
+from mpidl.data.transforms.draws import SampleKeys
 
 
 class Gatherer:
@@ -26,9 +27,7 @@ class Gatherer:
 
     def fill(
         self,
-        samples: np.ndarray,
-        epoch: int,
-        seed: int,
+        keys: SampleKeys,
         lanes: np.ndarray,
         labels: np.ndarray | None,
     ) -> bool:
@@ -41,9 +40,9 @@ class Gatherer:
         images = self._memory_images()
         if images is None:
             return False
-        moves = self.pipeline.moves(samples, epoch, seed)
+        moves = self.pipeline.moves(keys)
         moves.pop("size", None)
-        return images.prepare(samples, lanes, labels, **moves)
+        return images.prepare(keys.indices, lanes, labels, **moves)
 
     def _memory_images(self):
         """Return the MemoryImages for the current datastore and settings, or None."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from mpidl.core.blocks import LANES
 from mpidl.data.checks import check_below, check_finite, read_images, read_targets
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import unreadable
+from mpidl.data.transforms.draws import SampleKeys
 from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
 from mpidl.data.transforms.normalize import Normalization
 from mpidl.data.transforms.sizes import centred
@@ -24,25 +25,6 @@ if TYPE_CHECKING:
     from mpidl.data.transforms.mixing import Mixing
 
 SPAN = 1 << 20  # minimum number of bytes that a task reads, unless the rank's share is smaller
-
-
-class SampleKeys(NamedTuple):
-    """Keys of the images that are passed to the user's function.
-
-    A function that uses random numbers must derive them from these keys (see `mpidl.keyed`).
-
-    Attributes
-    ----------
-    indices : np.ndarray
-        Sample numbers, (n,): indices in the datastore, unless balanced sampling repeats images (see
-        `mpidl.data.balanced`).
-    epoch, seed : int
-        Epoch and seed of the mini-batch.
-    """
-
-    indices: np.ndarray
-    epoch: int
-    seed: int
 
 
 class Pipeline:
@@ -79,10 +61,9 @@ class Pipeline:
         self.crop = crop if augmenter is None else None
         self.fill: np.ndarray | None = None
         if augmenter is not None:
+            augmenter.check_images(shape, self.dtype)
             self.image_shape = augmenter.image_shape(shape)
             self.fill = augmenter.fill_values(shape, self.dtype)
-            augmenter.erase_values(shape, self.dtype)  # both raise UserError
-            augmenter.check_colours(shape)
         elif self.crop is not None:
             self._check_crop(shape)
             self.image_shape = (shape[0], *self.crop)
@@ -164,7 +145,7 @@ class Pipeline:
                 f"got {shape[1]}x{shape[2]} ({self.datastore.describe()})"
             )
 
-    def moves(self, indices: np.ndarray, epoch: int, seed: int) -> dict:
+    def moves(self, keys: SampleKeys) -> dict:
         """Return keyword arguments for `Backend.images` that crop, mirror and shift images: some of
         "size", "mirrored", "top", "left" and "fill". The dict is empty if there is nothing to crop
         or move, or if `changes_pixels` is True, because `read` then augments and crops the images.
@@ -173,13 +154,13 @@ class Pipeline:
             return {}
         shape = self.datastore.image_shape
         if self.augmenter is not None:
-            moves = self.augmenter.moves(seed, epoch, indices, shape)
+            moves = self.augmenter.moves(keys, shape)
             moves["fill"] = self.fill if self.fill.any() else None
             return {"size": self.image_shape[1:], **moves}
         if self.crop is None or self.crop == shape[1:]:
             return {}
         edges = centred(shape, self.crop)
-        top, left = (np.full(len(indices), edge, np.int32) for edge in edges)
+        top, left = (np.full(len(keys.indices), edge, np.int32) for edge in edges)
         return {"size": self.crop, "top": top, "left": left}
 
     def tasks(
@@ -196,21 +177,19 @@ class Pipeline:
             for first in range(0, blocks, span)
         ]
 
-    def read(
-        self, samples: np.ndarray, epoch: int, seed: int
-    ) -> tuple[np.ndarray, np.ndarray | None]:
+    def read(self, keys: SampleKeys) -> tuple[np.ndarray, np.ndarray | None]:
         """Read images (n, C, H, W) with their labels or targets, before the operations of `moves`
-        and normalization. Sample number s refers to image s % n of the n images in the datastore,
-        and is with epoch and seed a key of the random numbers. Raises UserError if the data have a
-        wrong shape or type, a NaN or infinity, or a label that is not below the number of classes.
+        and normalization. Sample number s refers to image s % n of the n images in the datastore.
+        Raises UserError if the data have a wrong shape or type, a NaN or infinity, or a label that
+        is not below the number of classes.
         """
-        pixels, labels = self._read(samples, epoch, seed)
+        pixels, labels = self._read(keys)
         if self.classes is not None and labels is not None:
-            indices = self.image_indices(samples)
+            indices = self.image_indices(keys.indices)
             check_below(self.classes, labels, self.datastore, indices, self.ignore_label)
         if self.mixing is not None:
-            keys = {"epoch": epoch, "seed": seed}
-            return self.mixing.apply(pixels, labels, samples, self.classes, **keys)
+            samples, epoch, seed = keys
+            return self.mixing.apply(pixels, labels, samples, self.classes, epoch=epoch, seed=seed)
         return pixels, labels
 
     def image_indices(self, samples: np.ndarray) -> np.ndarray:
@@ -218,39 +197,38 @@ class Pipeline:
         return np.asarray(samples) % max(len(self.datastore), 1)
 
     def read_or_find(
-        self, samples: np.ndarray, epoch: int, seed: int, unreadable_images: dict[int, str] | None
+        self, keys: SampleKeys, unreadable_images: dict[int, str] | None
     ) -> tuple[np.ndarray, np.ndarray | None] | None:
-        """Call `read`.
-
-        If it fails and `unreadable_images` is a dict, add {index: error message} to it and return
-        None.
+        """Call `read`. If it fails and `unreadable_images` is a dict, add {index: error message} to
+        it and return None.
         """
         if unreadable_images is None:
-            return self.read(samples, epoch, seed)
+            return self.read(keys)
         data = []
-        reasons = unreadable(lambda part: data.append(self.read(part, epoch, seed)), samples)
+        reasons = unreadable(
+            lambda part: data.append(self.read(keys._replace(indices=part))), keys.indices
+        )
         unreadable_images.update(
             {int(self.image_indices(np.asarray(sample))): text for sample, text in reasons.items()}
         )
         return None if reasons else data[-1]  # the last call succeeded for all images
 
-    def _read(self, samples, epoch, seed):
-        indices = self.image_indices(samples)
+    def _read(self, keys):
+        indices = self.image_indices(keys.indices)
         pixels, labels = read_images(self.datastore, indices), self._labels(indices)
         if self.changes_pixels:
-            pixels, labels = self._moved(pixels, labels, samples, epoch, seed)
+            pixels, labels = self._moved(pixels, labels, keys)
         if self.function is None:
             return pixels, labels
         outputs = []
         # Call the function once per block of 16 images, so that its input does not depend on the
         # tasks.
-        for first in range(0, len(samples), LANES):
+        for first in range(0, len(indices), LANES):
             block = slice(first, first + LANES)
             block_labels = None if labels is None else labels[block]
-            keys = SampleKeys(samples[block], epoch, seed)
-            outputs.append(
-                self._call_function(np.ascontiguousarray(pixels[block]), block_labels, keys)
-            )
+            block_keys = keys._replace(indices=keys.indices[block])
+            block_pixels = np.ascontiguousarray(pixels[block])
+            outputs.append(self._call_function(block_pixels, block_labels, block_keys))
         pixels = np.concatenate([p for p, _ in outputs])
         labels = None if outputs[0][1] is None else np.concatenate([v for _, v in outputs])
         return pixels, labels
@@ -263,15 +241,15 @@ class Pipeline:
             return self.datastore.labels[indices].astype(np.int32)
         return None
 
-    def _moved(self, pixels, labels, indices, epoch, seed):
+    def _moved(self, pixels, labels, keys):
         """Augment or crop pixels, together with targets that are images or label maps."""
         moves_targets = has_image_targets(self.datastore)
         if self.augmenter is not None:
-            pixels = self.augmenter.apply(pixels, indices, epoch=epoch, seed=seed)
+            indices, of_epoch = keys.indices, {"epoch": keys.epoch, "seed": keys.seed}
+            pixels = self.augmenter.apply(pixels, indices, **of_epoch)
             if moves_targets:
-                labels = self.augmenter.apply_to_targets(
-                    labels, indices, epoch=epoch, seed=seed, fill=self._target_fill()
-                )
+                fill = self._target_fill()
+                labels = self.augmenter.apply_to_targets(labels, indices, **of_epoch, fill=fill)
         elif self.crop is not None:
             (height, width), (top, left) = self.crop, centred(pixels.shape[1:], self.crop)
             rows, columns = slice(top, top + height), slice(left, left + width)
@@ -289,7 +267,7 @@ class Pipeline:
     def _try_function(self):
         """Call the function on image 0 to determine the shapes and types that it returns."""
         self.output_kind = None
-        images, labels = self.read(np.arange(1), 0, 0)
+        images, labels = self.read(SampleKeys(np.arange(1), 0, 0))
         self.output_kind = images.shape[1:], images.dtype, _label_kind(labels)
         self.image_shape, self.dtype = images.shape[1:], images.dtype
         if labels is None:

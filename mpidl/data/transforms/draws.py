@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from mpidl import backends
@@ -11,13 +14,34 @@ _BITS = 40  # number of fractional binary digits of an exponent that `power` use
 _TERMS = 11  # terms of the sine and cosine series; up to 45 degrees, more terms change no bit
 
 
-def uniforms(seed: int, purpose: str, count: int, epoch: int, indices: np.ndarray) -> np.ndarray:
-    """Return `count` numbers in [0, 1) for each sample, float64 (count, n).
+class SampleKeys(NamedTuple):
+    """Keys of the random numbers of some images.
 
-    The keys are the seed, the purpose, the epoch and the numbers of the samples.
+    A function of a queue that uses random numbers must derive them from these keys (see
+    `mpidl.keyed`).
+
+    Attributes
+    ----------
+    indices : np.ndarray
+        Sample numbers, (n,): indices in the datastore, unless balanced sampling repeats images (see
+        `mpidl.data.balanced`).
+    epoch, seed : int
+        Epoch and seed of the mini-batch.
     """
-    words = backends.of_type(np.float32).keyed_words(seed, purpose, count, epoch, indices)
-    return ((words >> np.uint64(11)) * 2.0**-53).T
+
+    indices: np.ndarray
+    epoch: int
+    seed: int
+
+    def words(self, purpose: str, count: int) -> np.ndarray:
+        """Return `count` random words for each image, uint64 (n, count)."""
+        backend = backends.of_type(np.float32)
+        return backend.keyed_words(self.seed, purpose, count, self.epoch, self.indices)
+
+
+def uniforms(keys: SampleKeys, purpose: str, count: int) -> np.ndarray:
+    """Return `count` numbers in [0, 1) for each image, float64 (count, n)."""
+    return ((keys.words(purpose, count) >> np.uint64(11)) * 2.0**-53).T
 
 
 def power(base: np.ndarray | float, exponent: np.ndarray | float) -> np.ndarray:
@@ -52,7 +76,7 @@ def log_between(low: float, high: float, u: np.ndarray) -> np.ndarray:
 
 def boxes(
     u: np.ndarray,
-    shape: tuple[int, int],
+    shape: Sequence[int],
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpidl.data.transforms import draws
+from mpidl.data.transforms.augmentation import Augmentation, Range
+from mpidl.data.transforms.draws import SampleKeys
+from mpidl.errors import UserError
+
+PURPOSE = "colour jitter"
 GRAY = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601, as in Pillow and MATLAB
 _UNIT = 65536  # gray values are summed as whole multiples of 1 / _UNIT, so the order is irrelevant
 
@@ -17,6 +25,57 @@ class ColourChange(NamedTuple):
     contrast: np.ndarray
     saturation: np.ndarray
     hue: np.ndarray  # rotation of the colour wheel as a fraction of a turn. 0 changes nothing
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ColourJitter(Augmentation):
+    """The part of an `Augmenter` that changes colours."""
+
+    brightness: Range = (1, 1)
+    contrast: Range = (1, 1)
+    saturation: Range = (1, 1)
+    hue: Range = (0, 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("brightness", "contrast", "saturation"):
+            value = getattr(self, name)
+            if np.ndim(value) == 0 and not isinstance(value, str):
+                object.__setattr__(self, name, (max(0.0, 1 - value), 1 + value))
+            self._store_ranges(name)
+            if getattr(self, name)[0] < 0:
+                raise UserError(f"{name}: expected factors of at least 0, got {value}")
+        self._store_ranges("hue", symmetric=True)
+        hue: Any = self.hue
+        if not -0.5 <= hue[0] <= hue[1] <= 0.5:
+            raise UserError(f"hue: expected fractions of a turn from -0.5 to 0.5, got {hue}")
+
+    @property
+    def _is_used(self):
+        factors = (self.brightness, self.contrast, self.saturation)
+        return self.hue != (0, 0) or any(r != (1, 1) for r in factors)
+
+    @property
+    def only_moves(self) -> bool:
+        return super().only_moves and not self._is_used
+
+    def check_images(self, shape: Sequence[int], dtype: np.dtype) -> None:
+        super().check_images(shape, dtype)
+        if self._is_used and shape[0] not in (1, 3):
+            raise UserError(
+                "brightness, contrast, saturation and hue: expected images of 1 or 3 channels, "
+                f"found {shape[0]}"
+            )
+
+    def augmented(self, images: np.ndarray, keys: SampleKeys) -> np.ndarray:
+        images = super().augmented(images, keys)
+        return jittered(images, self.colours(keys)) if self._is_used else images
+
+    def colours(self, keys: SampleKeys) -> ColourChange:
+        """Draw the colour changes of some images."""
+        ranges: list[Any] = [self.brightness, self.contrast, self.saturation, self.hue]
+        drawn = zip(ranges, draws.uniforms(keys, PURPOSE, 4), strict=True)
+        return ColourChange(*(draws.between(low, high, u) for (low, high), u in drawn))
 
 
 def jittered(images: np.ndarray, change: ColourChange) -> np.ndarray:

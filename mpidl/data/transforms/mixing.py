@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidl import backends
 from mpidl.core.blocks import LANES
 from mpidl.data.transforms import draws
+from mpidl.data.transforms.draws import SampleKeys
 from mpidl.data.transforms.options import MIX, MIX_PROBABILITY, MixingOptions
 from mpidl.errors import UserError
 from mpidl.options.declaration import check_value
@@ -106,29 +106,13 @@ class Mixing:
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
-    def draw(self, seed: int, epoch: int, samples: np.ndarray, shape: tuple[int, ...]) -> MixPlan:
-        """Draw the plan that combines the images of one block.
-
-        Parameters
-        ----------
-        seed, epoch : int
-            Seed and epoch.
-        samples : ndarray
-            Sample numbers of the block's images, (n,) with n at most 16.
-        shape : tuple of int
-            Shape (C, H, W) of the images.
-
-        Returns
-        -------
-        MixPlan
-            The partners, weights and rectangles.
-        """
-        n, (height, width) = len(samples), shape[1:]
-        words = backends.of_type(np.float32).keyed_words(seed, PARTNER, 1, epoch, samples)[:, 0]
-        order = np.argsort(words, kind="stable")
+    def draw(self, keys: SampleKeys, shape: tuple[int, ...]) -> MixPlan:
+        """Draw the plan that combines the images (C, H, W) of one block, at most 16."""
+        n, (height, width) = len(keys.indices), shape[1:]
+        order = np.argsort(keys.words(PARTNER, 1)[:, 0], kind="stable")
         partners = np.empty(n, np.int64)
         partners[order] = np.roll(order, -1)  # one cycle through all n images
-        u = draws.uniforms(seed, PURPOSE, 4 + 2 * ATTEMPTS, epoch, samples)
+        u = draws.uniforms(keys, PURPOSE, 4 + 2 * ATTEMPTS)
         cuts = (u[1] < 0.5) if self.mixup and self.cutmix else np.full(n, bool(self.cutmix))
         alphas = self.mixup or self.cutmix, self.cutmix or self.mixup
         weights = np.where(cuts, *(beta(alpha, u[4:]) for alpha in alphas[::-1]))
@@ -181,7 +165,8 @@ class Mixing:
         out, targets = images.copy(), np.zeros((len(images), classes), np.float64)
         for first in range(0, len(images), LANES):
             block = slice(first, first + LANES)
-            plan = self.draw(seed, epoch, np.asarray(samples[block]), images.shape[1:])
+            keys = SampleKeys(np.asarray(samples[block]), epoch, seed)
+            plan = self.draw(keys, images.shape[1:])
             _combine(images[block], out[block], plan)
             rows = np.arange(first, first + len(plan.partners))
             block_labels = np.asarray(labels[block])

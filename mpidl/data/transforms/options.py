@@ -190,6 +190,16 @@ class AugmentationOptions:
         default=0.0,
         matlab="jitterColorHSV(Hue)",
     )
+    posterize: float = option(
+        PROBABILITY,
+        "Probability that the colours of a training image are reduced to --posterize-bits",
+        default=0.0,
+    )
+    posterize_bits: int = option(
+        Rule(int, "between 1 and 8", 1, 8),
+        "Highest bits of each 8-bit channel that --posterize keeps; the other bits become 0",
+        default=4,
+    )
     erase: float = option(
         PROBABILITY,
         "Probability that a random rectangle of a training image is erased",

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mpidl.data.transforms import draws
+from mpidl.data.transforms.draws import SampleKeys
 
 PURPOSE = "resized crop"
 ATTEMPTS = 10
 
 
 def windows(
-    seed: int,
-    epoch: int,
-    indices: np.ndarray,
-    shape: tuple[int, int],
+    keys: SampleKeys,
+    shape: Sequence[int],
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> np.ndarray:
@@ -25,7 +26,7 @@ def windows(
     the range.
     """
     rows, columns = shape
-    u = draws.uniforms(seed, PURPOSE, 4 * ATTEMPTS, epoch, indices)
+    u = draws.uniforms(keys, PURPOSE, 4 * ATTEMPTS)
     *box, fits = draws.boxes(u, shape, area, aspect)
     ratio = min(max(columns / rows, aspect[0]), aspect[1])
     height = max(1, min(rows, int(columns / ratio + 0.5)))

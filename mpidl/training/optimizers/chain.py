@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from mpidl import backends
-from mpidl.errors import UserError
 from mpidl.text import did_you_mean
 from mpidl.training.optimizers.transforms import (
     Tables,
@@ -22,6 +21,8 @@ from mpidl.training.optimizers.transforms import (
     backend_of,
     check,
 )
+
+__all__ = ["FusedTail", "Optimizer", "fuses"]
 
 AVERAGE = "average"  # name of the table of averaged parameters
 
@@ -60,8 +61,6 @@ class Optimizer:
         *transforms: Transform,
         learning_rate_factors: Mapping[str, float] | None = None,
     ) -> None:
-        if learning_rate is None:
-            raise UserError("learning_rate must be positive, found None")
         self.learning_rate: float = check("learning_rate", learning_rate)
         for transform in transforms:
             if not isinstance(transform, Transform):
@@ -308,8 +307,6 @@ class Optimizer:
 class FusedTail:
     """The last transforms of a chain, computed together by one kernel of a backend.
 
-    The constructor of a subclass accepts the transforms.
-
     Parameters
     ----------
     *transforms : Transform
@@ -321,16 +318,18 @@ class FusedTail:
         Name of the formula that `optimizer_step` of the backends computes.
     tables : tuple of str
         Names of the tables of state arrays that the formula updates.
+    transforms : tuple of Transform
+        The transforms.
     """
 
     formula: str
     tables: tuple[str, ...]
 
     def __init__(self, *transforms: Transform) -> None:
-        raise TypeError(f"{type(self).__name__} must define a constructor that accepts transforms")
+        self.transforms: tuple[Transform, ...] = transforms
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
-        """Return the scalars of a step that can differ between steps.
+        """Return the scalars of a step that can differ between steps; see `Transform.numbers`.
 
         Parameters
         ----------
@@ -347,7 +346,7 @@ class FusedTail:
         return {"learning_rate": learning_rate}
 
     def arguments(self, values: Mapping[str, float]) -> list[float]:
-        """Return the arguments of the formula.
+        """Return the arguments of the formula, in its order.
 
         Parameters
         ----------
@@ -357,7 +356,7 @@ class FusedTail:
         Returns
         -------
         list of float
-            The arguments in the order of the formula.
+            The arguments.
         """
         return [values["learning_rate"]]
 
@@ -378,14 +377,8 @@ class FusedTail:
         list of array
             The new weights.
         """
-        return updates.backend.optimizer_step(
-            self.formula,
-            updates.weights,
-            updates.arrays,
-            state_arrays,
-            self.arguments(values),
-            updates.take_decays(),
-            updates.rate_factors,
+        return updates.stepped(
+            self.formula, state_arrays, self.arguments(values), updates.rate_factors
         )
 
 
@@ -436,10 +429,7 @@ def _arguments(attributes):
 def _added(updates):
     """Return weights + updates, computed as an SGDM step with rate -1 and momentum 0."""
     updates.add_decays()
-    ones, decays = [1.0] * len(updates.names), updates.take_decays()
-    return updates.backend.optimizer_step(
-        "sgdm", updates.weights, updates.arrays, [updates.zeros()], [-1.0, 0.0], decays, ones
-    )
+    return updates.stepped("sgdm", [updates.zeros()], [-1.0, 0.0])
 
 
 def match(

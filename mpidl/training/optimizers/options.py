@@ -5,7 +5,7 @@ rules. In help texts, {solvers} stands for the names of the solvers that use the
 """
 
 import math
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from mpidl.options.declaration import (
     Rule,
@@ -19,18 +19,11 @@ from mpidl.options.declaration import (
     rule_of,
 )
 
-SolverName: TypeAlias = Literal["sgdm", "adam", "adamw", "rmsprop", "lars", "lamb"]
-
 
 @options_class(group="Solver", resume="fixed")
 class SolverOptions:
-    """The options of `TrainingOptions` for the solver."""
+    """The options of `TrainingOptions` for the steps of the solver."""
 
-    solver: SolverName = choice(
-        "Optimizer: {titles}",
-        default="sgdm",
-        matlab="solverName",
-    )
     learning_rate: float | None = option(
         positive(optional=True),
         "Initial learning rate",
@@ -111,9 +104,9 @@ class ClipOptions:
     )
 
 
-_DECLARED = declared(SolverOptions) | declared(DecayOptions) | declared(ClipOptions)
+DECLARED = declared(SolverOptions) | declared(DecayOptions) | declared(ClipOptions)
 
 
 def check(name: str, value: object) -> Any:
     """Return an argument of a solver or transform, converted; raise UserError if it is invalid."""
-    return check_value(rule_of(_DECLARED[name])._replace(optional=False), value, name)
+    return check_value(rule_of(DECLARED[name])._replace(optional=False), value, name)

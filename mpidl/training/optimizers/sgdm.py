@@ -1,25 +1,16 @@
-"""Define the transforms, the fused step and the solver of SGD with momentum."""
+"""Define the transforms and the fused step of SGD with momentum."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 
-from mpidl.matlab_names import explain_arguments
 from mpidl.training.optimizers.chain import FusedTail, fuses
-from mpidl.training.optimizers.solvers import Factors, Solver
-from mpidl.training.optimizers.transforms import (
-    BIASES_AND_NORMS,
-    Clip,
-    Rate,
-    Transform,
-    Updates,
-    WeightDecay,
-    check,
-)
+from mpidl.training.optimizers.transforms import Rate, Transform, Updates, check
+
+__all__ = ["Momentum", "NesterovMomentum"]
 
 
 class Momentum(Transform):
@@ -55,11 +46,6 @@ class NesterovMomentum(Momentum):
     This is Nesterov's accelerated gradient in the form of torch.optim.SGD(nesterov=True): gradients
     are computed at the stored parameters. See Sutskever et al., "On the importance of
     initialization and momentum in deep learning", 2013.
-
-    Parameters
-    ----------
-    momentum : float
-        Fraction of v that is kept in each step; at least 0 and below 1.
     """
 
     formula = "nesterov"
@@ -83,75 +69,11 @@ class _RateMomentum(FusedTail):
     tables = Momentum.tables
 
     def __init__(self, rate: Rate, momentum: Momentum) -> None:
-        self.momentum, self.formula = momentum, momentum.formula
+        super().__init__(rate, momentum)
+        self.formula = momentum.formula
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
-        return {"learning_rate": learning_rate, **self.momentum.numbers(learning_rate, step)}
+        return {"learning_rate": learning_rate, **self.transforms[1].numbers(learning_rate, step)}
 
     def arguments(self, values):
         return [values["learning_rate"], values["momentum"]]
-
-
-class SGDM(Solver):
-    """Stochastic gradient descent with momentum, in the form of MATLAB's sgdmupdate.
-
-        v <- momentum * v - learning_rate * g,    w <- w + v
-
-    Parameters
-    ----------
-    learning_rate : float, optional
-        Learning rate. The default is 0.01.
-    momentum : float
-        Fraction of the previous step that is added to the current step.
-    l2 : float
-        L2 regularization factor: l2 * factor * w is added to the gradient.
-    l2_factors : dict, optional
-        Multiplier of the weight decay of each learnable, {name: factor}; see `WeightDecay`.
-    learning_rate_factors : dict, optional
-        Multiplier of the learning rate of each learnable, {name: factor}; see `Optimizer`.
-    gradient_threshold, gradient_threshold_method
-        Arguments of `Clip`. The L2 term is added before the gradient is clipped.
-    nesterov : bool
-        Whether to use Nesterov's momentum: w <- w + momentum * v - learning_rate * g, with the
-        updated v. See `NesterovMomentum`.
-    decay_exclude : str
-        Learnables without weight decay; see `WeightDecay`.
-
-    Notes
-    -----
-    PyTorch computes v <- momentum * v + g, w <- w - learning_rate * v. With a constant learning
-    rate, both forms give the same steps. If the rate changes, PyTorch applies the new rate to all
-    gradients accumulated in v. In this solver, each gradient in v keeps the rate of its own step.
-    """
-
-    solver = "sgdm"
-    title = "SGD with momentum"
-    defaults = Solver.defaults | {"learning_rate": 0.01}
-
-    @explain_arguments
-    def __init__(
-        self,
-        learning_rate: float | None = None,
-        momentum: float = 0.9,
-        l2: float = 0.0,
-        l2_factors: Factors = None,
-        learning_rate_factors: Factors = None,
-        *,
-        gradient_threshold: float = math.inf,
-        gradient_threshold_method: str = "l2norm",
-        nesterov: bool | Literal["on", "off"] = False,
-        decay_exclude: str = BIASES_AND_NORMS,
-    ) -> None:
-        super().__init__(
-            learning_rate,
-            WeightDecay(l2, l2_factors, decay_exclude),
-            Clip(gradient_threshold, gradient_threshold_method),
-            Rate(),
-            momentum_of(momentum, nesterov),
-            learning_rate_factors=learning_rate_factors,
-        )
-
-    @property
-    def velocity(self) -> dict[str, np.ndarray]:
-        """The velocities v, {parameter: array}; empty before the first step."""
-        return self.state_arrays["velocity"]

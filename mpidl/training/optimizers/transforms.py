@@ -22,6 +22,8 @@ from mpidl.training.optimizers.options import check
 if TYPE_CHECKING:
     from mpidl.backends.interface import Backend
 
+__all__ = ["Clip", "Rate", "Transform", "WeightDecay"]
+
 Tables = dict[str, dict[str, np.ndarray]]  # {table: {parameter: array}}
 
 BIASES_AND_NORMS = "biases-and-norms"
@@ -69,33 +71,35 @@ class Updates:
                 self.weights, self.arrays, decays, "absolute-value", math.inf
             )
 
-    def stepped_zeros(
-        self, formula: str, state_arrays: list[list], numbers: Sequence[Any], factors=None
+    def stepped(
+        self,
+        formula: str,
+        state_arrays: list[list],
+        numbers: Sequence[Any],
+        factors: list[float] | None = None,
+        weights: list | None = None,
     ) -> list:
-        """Return the weight changes of a formula, computed by applying it to zero weights.
+        """Return the weights after a step of a formula that `optimizer_step` of backends computes.
 
-        Parameters
-        ----------
-        formula : str
-            Name of a formula that `optimizer_step` of the backends computes.
-        state_arrays : list of list
-            The arrays of each table. The formula updates them in place.
-        numbers : sequence
-            Scalar arguments of the formula.
-        factors : list of float, optional
-            Factor of the learning rate for each parameter. By default, all factors are 1.
+        The formula updates the state arrays in place. `factors` of the learning rate are 1 by
+        default.
         """
-        self.add_decays()
-        factors = [1.0] * len(self.names) if factors is None else factors
         return self.backend.optimizer_step(
             formula,
-            self.zeros(),
+            self.weights if weights is None else weights,
             self.arrays,
             state_arrays,
             numbers,
             self.take_decays(),
             factors,
         )
+
+    def stepped_zeros(
+        self, formula: str, state_arrays: list[list], numbers: Sequence[Any], factors=None
+    ) -> list:
+        """Return the weight changes of a formula, computed by applying it to zero weights."""
+        self.add_decays()
+        return self.stepped(formula, state_arrays, numbers, factors, self.zeros())
 
     def zeros(self) -> list:
         return [self.backend.zeros_like(weight) for weight in self.weights]

@@ -6,10 +6,8 @@ other sources. Defaults follow MATLAB's trainingOptions.
 """
 
 import functools
-import inspect
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mpidl.data.loading.options import OrderOptions, ReadingOptions
@@ -22,16 +20,22 @@ from mpidl.options.declaration import (
     check_value,
     choice,
     declared,
-    default_text,
     numbers_of,
     options_class,
+    parameter_text,
     rule_of,
 )
 from mpidl.options.declaration import flag as flag
 from mpidl.text import did_you_mean
 from mpidl.training.audit import AuditOptions
-from mpidl.training.optimizers import SOLVERS
 from mpidl.training.optimizers.options import ClipOptions, DecayOptions, SolverOptions
+from mpidl.training.optimizers.solvers import (
+    BY_SOLVER,
+    SOLVER_NAMES,
+    SolverChoice,
+    help_text,
+    shown_default,
+)
 from mpidl.training.options.option_conflicts import check_conflicts
 from mpidl.training.options.run_inputs import INPUTS
 from mpidl.training.options.run_options import (
@@ -85,6 +89,7 @@ class TrainingOptions(  # from the last group of options to the first
     DecayOptions,
     ScheduleOptions,
     SolverOptions,
+    SolverChoice,
     LossOptions,
     LengthOptions,
 ):
@@ -320,21 +325,6 @@ SYNONYMS = {
     **{"optimizer": "solver", "validationdata": "validation", "weightdecay": "l2"},
 }
 
-# Defaults that depend on the solver: {option: {solver: value}}.
-BY_SOLVER: dict[str, dict[str, float]] = {
-    option: {name: cls.defaults[option] for name, cls in SOLVERS.items() if option in cls.defaults}
-    for option in sorted({option for cls in SOLVERS.values() for option in cls.defaults})
-}
-# Options that depend on the solver: the learning rate, and the options that only some solvers use.
-SOLVER_NAMES = (
-    "learning_rate",
-    *(
-        name
-        for name in declared(SolverOptions)
-        if 0 < sum(cls.takes(name) for cls in SOLVERS.values()) < len(SOLVERS)
-    ),
-)
-
 
 def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a recipe that remain valid when other options override the recipe.
@@ -358,44 +348,12 @@ def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def shown_default(declaration: Field) -> str:
-    """Return a default as text, such as "none" or "0.01 (sgdm), 0.001 (adam, rmsprop)"."""
-    if declaration.name not in BY_SOLVER:
-        return default_text(declaration)
-    solvers: dict[float, list[str]] = {}
-    for solver, value in BY_SOLVER[declaration.name].items():
-        solvers.setdefault(value, []).append(solver)
-    if len(solvers) == 1:
-        return str(*solvers)
-    return ", ".join(f"{value:g} ({', '.join(names)})" for value, names in solvers.items())
-
-
-def help_text(declaration: Field) -> str:
-    """Return the help text of an option, with the names of the solvers that it is about."""
-    text = declaration.metadata["help"]
-    solvers = (name for name, cls in SOLVERS.items() if cls.takes(declaration.name))
-    decoupled = (name for name, cls in SOLVERS.items() if cls.decouples_decay)
-    *titles, last = (cls.title for cls in SOLVERS.values())
-    return (
-        text.replace("{solvers}", ", ".join(solvers))
-        .replace("{decoupled}", ", ".join(decoupled))
-        .replace("{titles}", f"{', '.join(titles)} or {last}")
-    )
-
-
 def _parameters():
     """Yield text for the docstring of `TrainingOptions` that documents each option."""
-    indent = " " * 8
     for name, declaration in OPTIONS.items():
-        rule, text = rule_of(declaration), help_text(declaration)
-        kind = inspect.formatannotation(declaration.type).replace("collections.abc.", "")
-        if rule.choices and not rule.pattern:
-            kind = f"{{{', '.join(map(repr, rule.choices))}}}"
-            kind += " or function" if rule.allow_function else ""
         has_solvers = name in BY_SOLVER
         default = shown_default(declaration) if has_solvers else repr(declaration.default)
-        yield f"    {name} : {kind}, default {default}\n"
-        yield textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent) + ".\n"
+        yield parameter_text(declaration, help_text(declaration), default)
 
 
 if TrainingOptions.__doc__:  # None under python -OO

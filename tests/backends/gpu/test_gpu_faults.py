@@ -241,9 +241,9 @@ FAULTS = [
         *(check_on_gpu, ("concat, (8, 4, 4)",)),
     ),
     Fault(
-        *("dice", "probabilities are not squared"),
-        *("squares += chance * chance;", "squares += chance;"),
-        *(check_on_gpu, ("dice, 3 classes, (2, 3), plain",)),
+        *("overlap", "probabilities are not squared"),
+        *("is_squared ? chance * chance : chance;", "chance;"),
+        *(check_on_gpu, ("overlap, 3 classes, (2, 3), plain",)),
     ),
     Fault(
         *("optimizer", "Nesterov's step uses the old velocity"),

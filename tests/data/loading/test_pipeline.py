@@ -6,7 +6,7 @@ from image_sets import refusal
 
 import mpidl as dl
 from mpidl.core import keyed
-from mpidl.data.loading.pipeline import SampleKeys
+from mpidl.data.transforms.draws import SampleKeys
 
 
 def store():

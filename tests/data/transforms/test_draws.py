@@ -24,7 +24,7 @@ def test_the_logarithm_is_uniform():
 def test_rectangles_have_the_drawn_area_and_ratio():
     """Rectangles equal those of a plain loop with the order of torchvision's RandomResizedCrop."""
     shape, area, aspect = (40, 60), (0.05, 0.9), (0.4, 2.5)
-    u = draws.uniforms(3, "rectangles", 40, 2, np.arange(300))
+    u = draws.uniforms(draws.SampleKeys(np.arange(300), 2, 3), "rectangles", 40)
     *box, fits = draws.boxes(u, shape, area, aspect)
     rejected = 0
     for i, (top, left, height, width) in enumerate(np.stack(box, axis=1).tolist()):
@@ -42,6 +42,6 @@ def test_rectangles_have_the_drawn_area_and_ratio():
 
 
 def test_no_rectangle_fits():
-    u = draws.uniforms(0, "rectangles", 8, 1, np.arange(5))
+    u = draws.uniforms(draws.SampleKeys(np.arange(5), 1, 0), "rectangles", 8)
     *box, fits = draws.boxes(u, (4, 400), (0.9, 1.0), (1.0, 1.1))
     assert not fits.any() and not np.any(box)

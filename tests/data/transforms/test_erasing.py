@@ -6,13 +6,14 @@ from image_sets import pixels_of, refusal
 
 import mpidl as dl
 from mpidl.core import keyed
-from mpidl.data.transforms import erasing
+from mpidl.data.transforms.draws import SampleKeys
 
 AREA, ASPECT = (0.1, 0.3), (0.5, 2.0)
 
 
 def rectangles(n, epoch=2, probability=0.4):
-    return erasing.rectangles(1, epoch, np.arange(n), (30, 50), probability, AREA, ASPECT)
+    augmenter = dl.Augmenter(erase=probability, erase_area=AREA, erase_aspect=ASPECT)
+    return augmenter.rectangles(SampleKeys(np.arange(n), epoch, 1), (30, 50))
 
 
 def test_rectangles_have_the_probability_area_and_ratio():
@@ -37,7 +38,7 @@ def test_rectangles_are_replaced(kind, value):
     images, indices = pixels_of(0, 9, 3, 30, 50).astype(kind), np.arange(4, 13)
     augmenter = dl.Augmenter(erase=1, erase_area=AREA, erase_aspect=ASPECT, erase_value=value)
     results = augmenter.apply(images, indices, epoch=5, seed=3)
-    boxes = erasing.rectangles(3, 5, indices, (30, 50), 1, AREA, ASPECT)
+    boxes = augmenter.rectangles(SampleKeys(indices, 5, 3), (30, 50))
     for i, (top, left, height, width) in enumerate(boxes.tolist()):
         inside = np.zeros((30, 50), bool)
         inside[top : top + height, left : left + width] = True

@@ -11,6 +11,7 @@ from single_rank import all_images
 import mpidl as dl
 from mpidl import losses
 from mpidl.data.transforms import draws
+from mpidl.data.transforms.draws import SampleKeys
 from mpidl.data.transforms.mixing import Mixing, beta
 from mpidl.training import input_pipeline
 
@@ -26,7 +27,7 @@ def store_of(count, kind=np.uint8):
 def test_weights_have_the_beta_distribution(alpha):
     """Weights have mean 1/2, variance 1 / (4 (2 alpha + 1)), and SciPy's distribution."""
     n = 20000
-    w = beta(alpha, draws.uniforms(3, "beta", 64, 1, np.arange(n)))
+    w = beta(alpha, draws.uniforms(SampleKeys(np.arange(n), 1, 3), "beta", 64))
     variance = 1 / (4 * (2 * alpha + 1))
     assert abs(w.mean() - 0.5) < 5 * np.sqrt(variance / n)
     assert abs(w.var() - variance) < 0.05 * variance
@@ -39,17 +40,19 @@ def test_weights_have_the_beta_distribution(alpha):
 def test_partners_are_others_of_the_block():
     mixing, counts = Mixing(mixup=1.0), np.zeros((16, 16), int)
     for epoch in range(1, 400):
-        partners = mixing.draw(0, epoch, np.arange(16), SHAPE).partners
+        partners = mixing.draw(SampleKeys(np.arange(16), epoch, 0), SHAPE).partners
         assert sorted(partners) == list(range(16)) and (partners != np.arange(16)).all()
         counts[np.arange(16), partners] += 1
     pairs = counts[~np.eye(16, dtype=bool)]
     assert pairs.min() > 8 and pairs.max() < 55  # 26.6 on average
-    assert mixing.draw(0, 1, np.arange(1), SHAPE).partners.tolist() == [0]
+    assert mixing.draw(SampleKeys(np.arange(1), 1, 0), SHAPE).partners.tolist() == [0]
 
 
 def test_rectangles_and_weights():
     mixing = Mixing(mixup=0.5, cutmix=1.0, probability=0.75)
-    plans = [mixing.draw(2, 1, np.arange(i, i + 16), (1, 40, 50)) for i in range(0, 8000, 16)]
+    plans = [
+        mixing.draw(SampleKeys(np.arange(i, i + 16), 1, 2), (1, 40, 50)) for i in range(0, 8000, 16)
+    ]
     weights = np.concatenate([plan.weights for plan in plans])
     boxes = np.concatenate([plan.boxes for plan in plans])
     area = boxes[:, 2] * boxes[:, 3]
@@ -66,7 +69,7 @@ def test_rectangles_and_weights():
 
 def plain(images, labels, samples, mixing, epoch, seed):
     """Combine the images of one block in float64, pixel by pixel."""
-    plan = mixing.draw(seed, epoch, samples, images.shape[1:])
+    plan = mixing.draw(SampleKeys(samples, epoch, seed), images.shape[1:])
     out, targets = images.astype(np.float64), np.zeros((len(images), 5))
     for i, (j, w, (top, left, height, width)) in enumerate(zip(*plan, strict=True)):
         for p, q in np.ndindex(images.shape[2:]):
@@ -129,7 +132,7 @@ def test_loss_and_accuracy_are_those_of_two_labels(world):
     order, expected_loss, expected_correct = queue.order(1), 0.0, 0.0
     for first in range(0, 40, 16):
         samples = order[first : first + 16]
-        plan = mixing.draw(3, 1, samples, SHAPE)
+        plan = mixing.draw(SampleKeys(samples, 1, 3), SHAPE)
         a = store.labels[samples]
         for i, w in enumerate(plan.weights):
             for label, weight in ((a[i], w), (a[plan.partners[i]], 1 - w)):

@@ -6,6 +6,7 @@ from image_sets import pixels_of, refusal
 
 import mpidl as dl
 from mpidl.data.transforms import resized_crop
+from mpidl.data.transforms.draws import SampleKeys
 
 RANGES = {"resized_crop": (12, 9), "crop_area": (0.2, 1.0), "crop_aspect": (0.5, 2.0)}
 SIZE = (12, 9)
@@ -26,10 +27,10 @@ def test_against_a_triangle_filter(kind):
     images, indices = pixels_of(2, 15, 3, 31, 40).astype(kind), np.arange(7, 22)
     augmenter = dl.Augmenter(reflect_x=True, alternating=True, **RANGES)
     results = augmenter.apply(images, indices, epoch=4, seed=6)
-    mirrored = augmenter.draw(6, 4, indices, (3, 31, 40)).reflect_x
+    mirrored = augmenter.draw(SampleKeys(indices, 4, 6), (3, 31, 40)).reflect_x
     assert 0 < mirrored.sum() < 15
     areas = augmenter.crop_area, augmenter.crop_aspect
-    places = resized_crop.windows(6, 4, indices, (31, 40), *areas)
+    places = resized_crop.windows(SampleKeys(indices, 4, 6), (31, 40), *areas)
     for image, is_mirrored, (top, left, height, width), result in zip(
         images, mirrored, places.tolist(), results, strict=True
     ):
@@ -40,7 +41,9 @@ def test_against_a_triangle_filter(kind):
 
 
 def test_windows_have_the_area_and_ratio():
-    places = resized_crop.windows(0, 1, np.arange(3000), (60, 80), (0.2, 0.5), (0.8, 1.25))
+    places = resized_crop.windows(
+        SampleKeys(np.arange(3000), 1, 0), (60, 80), (0.2, 0.5), (0.8, 1.25)
+    )
     top, left, height, width = places.T
     area = np.sort(height * width / 4800)
     assert abs(area - np.linspace(0.2, 0.5, 3000)).max() < 0.03
@@ -51,7 +54,7 @@ def test_windows_have_the_area_and_ratio():
 
 
 def test_the_central_window_if_none_fits():
-    places = resized_crop.windows(0, 1, np.arange(4), (10, 90), (0.9, 1.0), (0.5, 2.0))
+    places = resized_crop.windows(SampleKeys(np.arange(4), 1, 0), (10, 90), (0.9, 1.0), (0.5, 2.0))
     assert places.tolist() == [[0, 35, 10, 20]] * 4  # the widest allowed ratio is 2
 
 
@@ -59,7 +62,7 @@ def test_rotation_comes_first():
     images = pixels_of(1, 5, 1, 20, 20)
     warped = dl.Augmenter(rotation=30).apply(images, np.arange(5), epoch=2)
     both = dl.Augmenter(rotation=30, **RANGES).apply(images, np.arange(5), epoch=2)
-    places = resized_crop.windows(0, 2, np.arange(5), (20, 20), (0.2, 1.0), (0.5, 2.0))
+    places = resized_crop.windows(SampleKeys(np.arange(5), 2, 0), (20, 20), (0.2, 1.0), (0.5, 2.0))
     assert np.array_equal(both, resized_crop.resized(warped, places, SIZE))
 
 

@@ -220,7 +220,7 @@ def test_factors_of_every_decay_are_checked():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(UserError, match="learning_rate must be positive"):
+    with pytest.raises(UserError, match="learning_rate must be a number, positive, found None"):
         Optimizer(None, Rate())
     with pytest.raises(UserError, match="learning_rate must be positive"):
         Optimizer(-1.0, Rate())

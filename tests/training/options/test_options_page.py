@@ -17,7 +17,8 @@ HEAD = "| option | default | MATLAB | description |\n|---|---|---|---|"
 def tables():
     """Return {part of TrainingOptions: text of its table}."""
     from mpidl.options.declaration import rule_of
-    from mpidl.training.options.training_options import OPTIONS, flag, help_text, shown_default
+    from mpidl.training.optimizers.solvers import help_text, shown_default
+    from mpidl.training.options.training_options import OPTIONS, flag
 
     names, parts = list(OPTIONS), {"steps": "epochs", "images": "shuffle", "run": "device"}
     starts = [names.index(first) for first in parts.values()]

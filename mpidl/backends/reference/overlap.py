@@ -1,12 +1,12 @@
-"""Compute the Dice loss of class probabilities, and its gradient, in NumPy."""
+"""Compute losses of the overlap of regions, and their gradients, in NumPy."""
 
 import numpy as np
 
 from mpidl.backends.reference.loss import image_sums
-from mpidl.backends.training_interface import PLAIN_DICE
+from mpidl.backends.training_interface import DICE
 
 
-def dice(p, labels, counts, tree, rule=PLAIN_DICE):
+def overlap(p, labels, counts, tree, rule=DICE):
     blocks, classes, images = len(p), p.shape[1], p.shape[-1]
     losses, slopes = np.empty((blocks, images)), np.empty((blocks, 2, classes, images))
     weights = np.ones(classes) if rule.class_weights is None else rule.class_weights
@@ -15,29 +15,32 @@ def dice(p, labels, counts, tree, rule=PLAIN_DICE):
         is_class, valid = _indicators(label, classes)
         block = np.where(valid, block, 0)
         pixels = tuple(range(1, block.ndim - 1))
-        overlap = (block * is_class).sum(axis=pixels)
-        size = (block * block).sum(axis=pixels) + is_class.sum(axis=pixels)
+        shared, sizes = (block * is_class).sum(axis=pixels), is_class.sum(axis=pixels)
+        powers = block * block if rule.is_squared else block
+        above = rule.above * shared
+        below = rule.chances * powers.sum(axis=pixels) + rule.labelled * sizes + rule.below * shared
         if rule.generalized:
-            factors = weights / _class_sizes(is_class.sum(axis=pixels)) ** 2
-            overlap, size = (factors * overlap).sum(axis=0), (factors * size).sum(axis=0)
+            factors = weights / _class_sizes(sizes) ** 2
+            above, below = (factors * above).sum(axis=0), (factors * below).sum(axis=0)
         else:
             factors = weights
-        smoothed = size + rule.smooth
+        smoothed = below + rule.smooth
         inverse = np.divide(1, smoothed, out=np.zeros_like(smoothed), where=smoothed != 0)
-        similarity = (2 * overlap + rule.smooth) * inverse
+        similarity = (above + rule.smooth) * inverse
         loss = np.where(smoothed == 0, 0, 1 - similarity)  # NaN stays NaN
         losses[b] = loss if rule.generalized else (weights * loss).sum(axis=0)
-        slopes[b, 0] = -2 * factors * inverse
-        slopes[b, 1] = 2 * factors * similarity * inverse
+        slopes[b, 0] = (rule.below * similarity - rule.above) * factors * inverse
+        slopes[b, 1] = (2 if rule.is_squared else 1) * rule.chances * factors * similarity * inverse
     return image_sums(losses, counts, tree), slopes
 
 
-def dice_dp(p, labels, slopes, scale, counts):
+def overlap_dp(p, labels, slopes, scale, counts, rule=DICE):
     d = np.empty_like(p)
     for block, label, slope, out, images in zip(p, labels, slopes, d, counts, strict=True):
         is_class, valid = _indicators(label, len(block))
+        powers = block if rule.is_squared else 1
         of_class, of_p = slope.reshape(2, len(block), *(1,) * (label.ndim - 1), -1)
-        out[...] = np.where(valid, (of_class * is_class + of_p * block) * scale, 0)
+        out[...] = np.where(valid, (of_class * is_class + of_p * powers) * scale, 0)
         out[..., images:] = 0
     return d
 

@@ -1,4 +1,4 @@
-"""The Dice loss for semantic segmentation, as a differentiable op."""
+"""Losses of the overlap of regions for semantic segmentation, as differentiable ops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy as np
 
 from mpidl import backends
-from mpidl.backends.training_interface import DiceRule
+from mpidl.backends.training_interface import OverlapRule
 from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
@@ -22,11 +22,10 @@ EPSILON = 1e-8  # the default smoothing of the generalized loss, as in MATLAB
 
 
 @op(blocks=True)
-def _dice(
-    scores: Blocked, labels: Blocked, *, rule: DiceRule, ignore_label: int | None
+def _overlap(
+    scores: Blocked, labels: Blocked, *, name: str, rule: OverlapRule, ignore_label: int | None
 ) -> WithVjp[Partial]:
-    classes = max(scores.shape[1], 2)
-    lanes = label_lanes("dice_loss", labels, scores, ignore_label, classes)
+    lanes = label_lanes(name, labels, scores, ignore_label, max(scores.shape[1], 2))
     backend, batch, x = backends.of_value(scores), scores.batch, scores.lanes
     counts, is_single = batch.counts(), scores.shape[1] == 1
     if is_single:
@@ -34,14 +33,42 @@ def _dice(
         p = y.astype(np.float64)
     else:
         p = backend.softmax(x)
-    total, slopes = backend.dice(p, lanes, counts, batch.tree, rule)
+    total, slopes = backend.overlap(p, lanes, counts, batch.tree, rule)
 
     def vjp(dy: Any, needs: Needs) -> tuple[Any, ...]:
-        d = backend.dice_dp(p, lanes, slopes, batch.per_image * float(dy), counts)
+        d = backend.overlap_dp(p, lanes, slopes, batch.per_image * float(dy), counts, rule)
         d = backend.elementwise_dx("sigmoid", d, y) if is_single else backend.softmax_dx(d, p)
         return scores.like(d if d.dtype == x.dtype else d.astype(x.dtype)), None
 
     return total * batch.per_image, vjp
+
+
+def _overlap_loss(
+    name: str, scores: Any, labels: Any, *, rule: OverlapRule, ignore_label: int | None
+) -> Partial | Var:
+    """Check the arguments of the op `name`, and return its loss."""
+    value: Blocked = value_of(scores)
+    check_scores(name, value)
+    classes = value.shape[1]
+    if rule.class_weights is not None:
+        weights = np.array(rule.class_weights, np.float64)
+        valid = np.isfinite(weights) & (weights >= 0)
+        if weights.shape != (classes,) or not valid.all() or not weights.any():
+            raise ValueError(
+                f"{name}: class_weights: expected {classes} numbers >= 0, one per class, got "
+                f"{np.array2string(weights, threshold=10)}"
+            )
+        rule = rule._replace(class_weights=weights)
+    if not 0 <= rule.smooth < math.inf:
+        raise ValueError(f"{name}: smooth must be a number >= 0, got {rule.smooth}")
+    if ignore_label is not None and 0 <= ignore_label < max(classes, 2):
+        raise ValueError(
+            f"{name}: ignore_label must be outside 0..{max(classes, 2) - 1}, the classes of the "
+            f"scores, got {ignore_label}"
+        )
+    rule = rule._replace(smooth=float(rule.smooth))
+    loss: Partial | Var = _overlap(scores, labels, name=name, rule=rule, ignore_label=ignore_label)
+    return loss
 
 
 @overload
@@ -121,26 +148,7 @@ def dice_loss(
     function", 2017. As in MATLAB's `generalizedDice`, the denominator contains p**2 instead of p.
     If a score is NaN or infinite, so that p is NaN, the loss is NaN.
     """
-    value: Blocked = value_of(scores)
-    check_scores("dice_loss", value)
-    weights, classes = None, value.shape[1]
-    if class_weights is not None:
-        weights = np.array(class_weights, np.float64)
-        valid = np.isfinite(weights) & (weights >= 0)
-        if weights.shape != (classes,) or not valid.all() or not weights.any():
-            raise ValueError(
-                f"dice_loss: class_weights: expected {classes} numbers >= 0, one per class, got "
-                f"{np.array2string(weights, threshold=10)}"
-            )
     if smooth is None:
         smooth = EPSILON if generalized else 1.0
-    if not 0 <= smooth < math.inf:
-        raise ValueError(f"dice_loss: smooth must be a number >= 0, got {smooth}")
-    if ignore_label is not None and 0 <= ignore_label < max(classes, 2):
-        raise ValueError(
-            f"dice_loss: ignore_label must be outside 0..{max(classes, 2) - 1}, the classes of the "
-            f"scores, got {ignore_label}"
-        )
-    rule = DiceRule(weights, float(smooth), bool(generalized))
-    loss: Partial | Var = _dice(scores, labels, rule=rule, ignore_label=ignore_label)
-    return loss
+    rule = OverlapRule(class_weights, smooth, bool(generalized))
+    return _overlap_loss("dice_loss", scores, labels, rule=rule, ignore_label=ignore_label)

@@ -1,7 +1,8 @@
-"""The Dice loss, optionally with the cross-entropy, as a loss for training and evaluation."""
+"""Losses of the overlap of regions of pixels, for training and evaluation."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from mpidl import ops
 from mpidl.core.blocks import Blocked
+from mpidl.core.fold import Partial
 from mpidl.core.tape import Var
 from mpidl.errors import UserError
 from mpidl.losses.base import LabelLoss, Sums
@@ -20,14 +22,69 @@ from mpidl.losses.label_checks import (
     check_weight_count,
     checked_weights,
 )
-from mpidl.ops.dice import EPSILON
+from mpidl.ops.overlap import EPSILON
 
 if TYPE_CHECKING:
     from mpidl.nn import Network
 
+__all__ = ["Dice"]
+
 
 @dataclass(frozen=True)
-class Dice(LabelLoss):
+class OverlapLoss(LabelLoss):
+    """A loss of pixel labels with a similarity of each class's region in an image.
+
+    Subclasses define `name` and `_overlap`. `Dice` documents the fields.
+    """
+
+    class_weights: Sequence[float] | None = None
+    smooth: float | None = 1.0
+    ignore_label: int | None = None
+
+    def __post_init__(self) -> None:
+        weights = self.class_weights
+        if isinstance(weights, str):
+            kind = type(self).__name__
+            raise UserError(f"class_weights: expected numbers for the {kind} loss, found {weights}")
+        object.__setattr__(self, "class_weights", checked_weights("class_weights", weights))
+        if self.smooth is None or not 0 <= self.smooth < np.inf:
+            raise UserError(f"smooth must be at least 0, found {self.smooth}")
+
+    @abc.abstractmethod
+    def _overlap(self, scores: Blocked | Var, labels: Blocked) -> Partial | Var:
+        """Return the mean loss over the images, as an op computes it."""
+
+    def label_classes(self, outputs: int) -> int:
+        return max(outputs, 2)
+
+    def is_replayable(self, outputs: int) -> bool:
+        return outputs > 1
+
+    def _uses_sigmoid(self, net):
+        return net.output_shape[0] == 1
+
+    def of_scores(self, scores: Blocked | Var, labels: Blocked) -> Sums:
+        loss, ignored = self._overlap(scores, labels), self.ignore_label
+        is_single = scores.shape[1] == 1
+        count_correct = ops.binary_correct_count if is_single else ops.correct_count
+        correct = count_correct(scores, labels, ignore_label=ignored)
+        if ignored is None:
+            return loss, correct
+        count_labels = ops.binary_label_count if is_single else ops.label_count
+        return loss, correct, count_labels(scores, labels, ignore_label=ignored)
+
+    def check(self, net: Network, datastore: Any) -> None:
+        if net.output_shape:
+            self._check_classes(net.output_shape[0], datastore.describe())
+        check_labels(self.name, net, datastore, self.ignore_label)
+
+    def _check_classes(self, outputs, dataset):
+        check_weight_count("class_weights", self.class_weights, outputs, "classes", dataset)
+        check_ignored(self.ignore_label, max(outputs, 2), dataset)
+
+
+@dataclass(frozen=True)
+class Dice(OverlapLoss):
     """Soft Dice loss of pixel labels, for the argument `loss` of training and evaluation.
 
     ``loss="dice"`` stands for ``Dice()``. ``loss="crossentropy+dice"`` stands for
@@ -59,37 +116,19 @@ class Dice(LabelLoss):
     `ops.dice_loss` documents the formula.
     """
 
-    class_weights: Sequence[float] | None = None
     smooth: float | None = None
-    ignore_label: int | None = None
     generalized: bool = False
     cross_entropy: CrossEntropy | None = None
 
     def __post_init__(self) -> None:
-        if self.class_weights is not None:
-            if isinstance(self.class_weights, str):
-                raise UserError(
-                    f"class_weights: expected numbers for the Dice loss, found {self.class_weights}"
-                )
-            object.__setattr__(
-                self, "class_weights", checked_weights("class_weights", self.class_weights)
+        if self.smooth is None:  # a checkpoint stores the repr, in which the default is a number
+            object.__setattr__(self, "smooth", EPSILON if self.generalized else 1.0)
+        super().__post_init__()
+        other = self.ignore_label if self.cross_entropy is None else self.cross_entropy.ignore_label
+        if other != self.ignore_label:
+            raise UserError(
+                f"cross_entropy: expected the ignore_label {self.ignore_label}, found {other}"
             )
-        smooth = self.smooth
-        if smooth is None:
-            smooth = EPSILON if self.generalized else 1.0
-        if not 0 <= smooth < np.inf:
-            raise UserError(f"smooth must be at least 0, found {smooth}")
-        # A checkpoint stores the repr, in which the default is a number.
-        object.__setattr__(self, "smooth", smooth)
-        if self.cross_entropy is not None:
-            other = self.cross_entropy.ignore_label
-            if other != self.ignore_label:
-                raise UserError(
-                    f"cross_entropy: expected the ignore_label {self.ignore_label}, found {other}"
-                )
-
-    def _uses_sigmoid(self, net):
-        return net.output_shape[0] == 1
 
     @property
     def name(self) -> str:
@@ -103,40 +142,17 @@ class Dice(LabelLoss):
         added = self.cross_entropy
         return outputs > 1 and (added is None or added.is_replayable(outputs))
 
-    def of_scores(self, scores: Blocked | Var, labels: Blocked) -> Sums:
-        """Return the mean loss and the number of correct labels, given the scores of a network.
-
-        Parameters
-        ----------
-        scores : Blocked
-            Scores (N, K, ...).
-        labels : Blocked
-            Labels (N, ...).
-
-        Returns
-        -------
-        tuple of Partial
-            The loss and the number of correct labels. If `ignore_label` is set, also the number of
-            labels that are not ignored. Only the loss can be differentiated.
-        """
-        ignored = self.ignore_label
+    def _overlap(self, scores: Blocked | Var, labels: Blocked) -> Partial | Var:
         loss = ops.dice_loss(
             scores,
             labels,
             class_weights=self.class_weights,
             smooth=self.smooth,
-            ignore_label=ignored,
+            ignore_label=self.ignore_label,
             generalized=self.generalized,
         )
-        if self.cross_entropy is not None:
-            loss = loss + self.cross_entropy.of_scores(scores, labels)[0]
-        is_single = scores.shape[1] == 1
-        count_correct = ops.binary_correct_count if is_single else ops.correct_count
-        correct = count_correct(scores, labels, ignore_label=ignored)
-        if ignored is None:
-            return loss, correct
-        count_labels = ops.binary_label_count if is_single else ops.label_count
-        return loss, correct, count_labels(scores, labels, ignore_label=ignored)
+        added = self.cross_entropy
+        return loss if added is None else loss + added.of_scores(scores, labels)[0]
 
     def for_images(self, datastore: Any, outputs: int, world: Any = None) -> Dice:
         if self.cross_entropy is None:
@@ -144,14 +160,8 @@ class Dice(LabelLoss):
         cross_entropy = self.cross_entropy.for_images(datastore, outputs, world)
         return replace(self, cross_entropy=cross_entropy)
 
-    def check(self, net: Network, datastore: Any) -> None:
-        if net.output_shape:
-            self._check_classes(net.output_shape[0], datastore.describe())
-        check_labels(self.name, net, datastore, self.ignore_label)
-
     def _check_classes(self, outputs, dataset):
-        check_weight_count("class_weights", self.class_weights, outputs, "classes", dataset)
-        check_ignored(self.ignore_label, max(outputs, 2), dataset)
+        super()._check_classes(outputs, dataset)
         if self.cross_entropy is not None:
             if outputs == 1:
                 raise UserError(

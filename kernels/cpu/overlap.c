@@ -1,15 +1,15 @@
-/* The Dice loss of each image, computed in double precision, and its gradient; see DiceRule in
+/* A loss of the overlap of regions, in double precision, and its gradient; see OverlapRule in
  * backends/training_interface.py. A tile is one class of a block. */
 #include "loss.h"
 
 struct job {
     const double *p, *weights;
     const int32_t *labels, *counts;
-    double *sums, *slopes; /* sums (blocks, classes, 3, 16): sums of p g, p p and g */
+    double *sums, *slopes; /* sums (blocks, classes, 3, 16): sums of p g, p p (or p), and g */
     double *rows;
     float *dp;
-    double smooth, scale;
-    int64_t classes, pixels, generalized;
+    double smooth, above, below, chances, labelled, scale;
+    int64_t classes, pixels, generalized, is_squared;
 };
 
 static int is_valid(const struct job *job, int32_t label) {
@@ -25,8 +25,8 @@ static void sums_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     int64_t block = tile / job->classes;
     int32_t class = label_of(job, tile % job->classes);
-    double *overlap = job->sums + tile * 3 * LANES, *squares = overlap + LANES;
-    double *labelled = squares + LANES;
+    double *overlap = job->sums + tile * 3 * LANES, *powers = overlap + LANES;
+    double *labelled = powers + LANES;
     memset(overlap, 0, 3 * LANES * sizeof(double));
     for (int64_t pixel = 0; pixel < job->pixels; pixel++) {
         const double *p = job->p + (tile * job->pixels + pixel) * LANES;
@@ -35,7 +35,7 @@ static void sums_tile(void *argument, int64_t tile, float *own) {
             double chance = is_valid(job, label[lane]) ? p[lane] : 0;
             double is_labelled = label[lane] == class;
             overlap[lane] = muladd_double(chance, is_labelled, overlap[lane]);
-            squares[lane] = muladd_double(chance, chance, squares[lane]);
+            powers[lane] = muladd_double(chance, job->is_squared ? chance : 1, powers[lane]);
             labelled[lane] += is_labelled;
         }
     }
@@ -61,31 +61,39 @@ static double smallest_class(const struct job *job, const double *sums) {
     return smallest > 0 ? smallest : 1;
 }
 
+/* The numerator and the denominator of a class's similarity, without smoothing. */
+static double above_of(const struct job *job, const double *sums) { return job->above * sums[0]; }
+
+static double below_of(const struct job *job, const double *sums) {
+    return job->chances * sums[LANES] + job->labelled * sums[2 * LANES] + job->below * sums[0];
+}
+
 /* Compute the loss and the slopes of one image of a block. The sums of adjacent classes are 3 * 16
  * elements apart. */
 static double loss_of(const struct job *job, const double *sums, double *slopes,
                       double all_weights) {
-    double loss = 0, overlap = 0, size = 0;
+    double loss = 0, above = 0, below = 0, twice = job->is_squared ? 2 : 1;
     double smallest = job->generalized ? smallest_class(job, sums) : 1;
     for (int64_t c = 0; job->generalized && c < job->classes; c++) {
         const double *own = sums + c * 3 * LANES;
-        double labelled = own[2 * LANES], factor = factor_of(job, c, labelled, smallest);
-        overlap += factor * own[0];
-        size += factor * (own[LANES] + labelled);
+        double factor = factor_of(job, c, own[2 * LANES], smallest);
+        above += factor * above_of(job, own);
+        below += factor * below_of(job, own);
     }
     for (int64_t c = 0; c < job->classes; c++) {
         const double *own = sums + c * 3 * LANES;
-        double labelled = own[2 * LANES], factor = weight_of(job, c) / all_weights;
+        double factor = weight_of(job, c) / all_weights;
         if (job->generalized)
-            factor = factor_of(job, c, labelled, smallest);
+            factor = factor_of(job, c, own[2 * LANES], smallest);
         else
-            overlap = own[0], size = own[LANES] + labelled;
-        double smoothed = size + job->smooth, inverse = smoothed == 0 ? 0 : 1 / smoothed;
-        double similarity = (2 * overlap + job->smooth) * inverse;
+            above = above_of(job, own), below = below_of(job, own);
+        double smoothed = below + job->smooth, inverse = smoothed == 0 ? 0 : 1 / smoothed;
+        double similarity = (above + job->smooth) * inverse;
         double missing = smoothed == 0 ? 0 : 1 - similarity; /* NaN stays NaN */
         loss = job->generalized ? missing : loss + factor * missing;
-        slopes[c * LANES] = -2 * factor * inverse;
-        slopes[(job->classes + c) * LANES] = 2 * factor * similarity * inverse;
+        slopes[c * LANES] = (job->below * similarity - job->above) * factor * inverse;
+        slopes[(job->classes + c) * LANES] =
+            twice * job->chances * factor * similarity * inverse;
     }
     return loss;
 }
@@ -113,17 +121,18 @@ static void dp_tile(void *argument, int64_t tile, float *own) {
         const int32_t *label = job->labels + (block * job->pixels + pixel) * LANES;
         EACH_LANE_OF_ALL {
             double slope = label[lane] == label_of_class ? of_class[lane] : 0;
-            slope = muladd_double(of_p[lane], job->p[i + lane], slope);
+            slope = muladd_double(of_p[lane], job->is_squared ? job->p[i + lane] : 1, slope);
             job->dp[i + lane] = is_valid(job, label[lane]) ? (float)(slope * job->scale) : 0;
         }
         for (int lane = job->counts[block]; lane < LANES; lane++) job->dp[i + lane] = 0;
     }
 }
 
-void mpidl_dice(const double *p, const int32_t *labels, const int32_t *counts, double *slopes,
-                double *rows, int64_t blocks, int64_t classes, int64_t pixels,
-                const int64_t *tree, const double *class_weights, double smooth,
-                int64_t generalized) {
+void mpidl_overlap(const double *p, const int32_t *labels, const int32_t *counts, double *slopes,
+                   double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                   const int64_t *tree, const double *class_weights, double smooth,
+                   int64_t generalized, int64_t is_squared, double above, double below,
+                   double chances, double labelled) {
     struct job job = {.p = p,
                       .weights = class_weights,
                       .labels = labels,
@@ -132,18 +141,23 @@ void mpidl_dice(const double *p, const int32_t *labels, const int32_t *counts, d
                       .slopes = slopes,
                       .rows = rows,
                       .smooth = smooth,
+                      .above = above,
+                      .below = below,
+                      .chances = chances,
+                      .labelled = labelled,
                       .classes = classes,
                       .pixels = pixels,
-                      .generalized = generalized};
+                      .generalized = generalized,
+                      .is_squared = is_squared};
     if (blocks && !job.sums) return;
     each(blocks * classes, sums_tile, &job, 0, blocks * classes * pixels);
     each(blocks, losses_tile, &job, 0, blocks * classes);
     fold_sums(rows, 1, (const struct tree *)tree);
 }
 
-void mpidl_dice_dp(const double *p, const int32_t *labels, const int32_t *counts,
-                   const double *slopes, double scale, float *dp, int64_t blocks, int64_t classes,
-                   int64_t pixels) {
+void mpidl_overlap_dp(const double *p, const int32_t *labels, const int32_t *counts,
+                      const double *slopes, double scale, float *dp, int64_t blocks,
+                      int64_t classes, int64_t pixels, int64_t is_squared) {
     struct job job = {.p = p,
                       .labels = labels,
                       .counts = counts,
@@ -151,6 +165,7 @@ void mpidl_dice_dp(const double *p, const int32_t *labels, const int32_t *counts
                       .dp = dp,
                       .scale = scale,
                       .classes = classes,
-                      .pixels = pixels};
+                      .pixels = pixels,
+                      .is_squared = is_squared};
     each(blocks * classes, dp_tile, &job, 0, blocks * classes * pixels);
 }
