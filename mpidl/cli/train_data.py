@@ -16,6 +16,7 @@ from mpidl.errors import UserError
 from mpidl.evaluation import validation
 from mpidl.files import on_rank_0, write_whole
 from mpidl.text import printable
+from mpidl.training import input_pipeline
 from mpidl.training.options.configuration import Resolved
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.session import Session
