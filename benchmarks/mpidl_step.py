@@ -176,17 +176,15 @@ class RecordedStep:
 
     def __init__(self, world, network, batch, precision="fp32", graphs=True, image=None):
         from mpidl.data.loading.device_queue import DeviceQueue
-        from mpidl.training.gpu_step import StepProgram
+        from mpidl.training.gpu_step import GPUStep
 
         backends.configure(precision=precision)
         self.device = world.device
         self.net = subject.network(network, image, dropout=False)
         store = ArrayDatastore(*subject.mini_batch(self.net.input_shape, batch))
         queue = DeviceQueue(store, batch, 0, world, "never")
-        self.net.to(self.device)
-        gradient = value_and_grad(losses.cross_entropy, reduce=world)
-        self.step = StepProgram(
-            self.net, optimizer(), gradient, queue.reader(), world.counts, graphs
+        self.step = GPUStep(
+            self.net, optimizer(), losses.cross_entropy, world, 1, queue.reader(), str, graphs
         )
         ((self.feed, _),) = queue.epoch(0)
 

@@ -51,7 +51,7 @@ def changed(path: str, before: Stamp, now: Stamp) -> UserError:
 
 def unreadable(path: str | os.PathLike, error: Exception) -> UserError:
     """Return a UserError for a file that cannot be opened or read."""
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
         return UserError(f"{printable(path)}: no such file")
     if isinstance(error, IsADirectoryError):
         return UserError(f"{printable(path)}: expected a file, found a folder")

@@ -118,7 +118,7 @@ def test_habits_with_networks(net):
         (lambda net, store: dl.SGDM(lr=0.1), "SGDM: unknown argument lr: did you mean learning_r"),
         (lambda net, store: dl.AdamW(weight_decay=0.1), "weight_decay: did you mean l2"),
         (lambda net, store: dl.Adam(params=[]), "the optimizer receives the learnables in each"),
-        (lambda net, store: dl.SGDM(net.parameters), "positive, found a CountingDict"),
+        (lambda net, store: dl.SGDM(net.parameters), "positive, found a dict"),
         (lambda net, store: dl.train(net, store, epochs=3), "epochs: dl.TrainingOptions and the"),
         (lambda net, store: dl.train(net, store, batch_size=32), "batch_size: dl.TrainingOption"),
         (

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.attribute_changes import CountingDict
 from mpidl.nn import graph, layers
 from mpidl.nn.layers import Built, Layer
 from mpidl.nn.summary import times
@@ -132,7 +131,7 @@ def _tuples(value):
 
 
 def checked_arrays(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the dict `new` that counts its changes.
+    """Return a copy of the dict `new`.
 
     Raise ValueError if names, order or shapes differ.
     """
@@ -141,7 +140,7 @@ def checked_arrays(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) ->
             f"{kind}: expected {', '.join(f'{k} {v.shape}' for k, v in old.items())}; got "
             f"{', '.join(f'{k} {np.shape(v)}' for k, v in new.items())}"
         )
-    return CountingDict(new)
+    return dict(new)
 
 
 def layer_of(key: str) -> str:

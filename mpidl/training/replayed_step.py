@@ -11,7 +11,7 @@ from mpidl import phases
 from mpidl.backends.cpu import arenas
 from mpidl.data.parts import PartedBatch
 from mpidl.training import cpu_step
-from mpidl.training.cpu_step import Stage, StepProgram
+from mpidl.training.cpu_step import StepProgram
 from mpidl.training.steps import EagerStep
 
 MOST_SIZES = 5  # largest number of sizes of mini-batches that have a program
@@ -25,26 +25,17 @@ class ReplayedStep(EagerStep):
     have the same bytes on all ranks, all later steps run eagerly. Steps whose spans are stored for
     a timeline also run eagerly. Eager and replayed steps exchange the same messages.
 
-    All programs use the arrays and the memory of the program for the largest mini-batch. A larger
-    mini-batch therefore discards all programs.
-
-    A hook may change settings of the network or the optimizer, possibly on one rank only. That rank
-    then runs eagerly until the ranks agree to record again, at the first mini-batch of an epoch.
-
-    Replays update the arrays of the network and the optimizer in place. The constructor takes the
-    same arguments as `EagerStep`.
-
-    Attributes
-    ----------
-    programs : dict or None
-        {size of a mini-batch: its StepProgram}. The first program is the largest. None if the step
-        cannot be replayed.
+    All programs use the arrays and the memory of the first one, which is for the largest
+    mini-batches, so a larger mini-batch discards all programs. A hook may change settings of the
+    network or the optimizer, possibly on one rank only. That rank then runs eagerly until the ranks
+    agree to record again, at the first mini-batch of an epoch.
     """
 
     includes_update = True  # whether a program updates the network
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        # {size of a mini-batch: its program}, or None if the step cannot be replayed
         self.programs: dict[tuple[int, int], StepProgram] | None = {}
         self._base: StepProgram | None = None  # its arrays are those of the current mini-batch
         self._replayed: StepProgram | None = None  # the program of the last mini-batch
@@ -61,29 +52,28 @@ class ReplayedStep(EagerStep):
     def _compute(self, images, targets, info):
         program = self._replayed
         if (
-            program is not None
-            and program.checks_loss
-            and images.batch.epoch == self._epoch
-            and not self.observers
-            and phases.spans() is None
-            and program.fits(images, targets)
-            and program.is_current()
+            program is None
+            or not program.checks_loss
+            or images.batch.epoch != self._epoch
+            or self.observers
+            or phases.spans() is not None
+            or not (program.fits(images, targets) and program.is_current())
         ):
-            sums, is_updated = program.step(images, targets)
-            if not is_updated:
-                self._raise_fault(images, targets, sums[0], info)
-            return sums
-        return super()._compute(images, targets, info)
+            return super()._compute(images, targets, info)
+        sums, is_updated = program.step(images, targets)
+        if not is_updated:
+            self._raise_fault(images, targets, sums[0], info)
+        return sums
 
     def _gradient(self, images, targets):
         self._base = self._replayed = None
         if self.programs is None or targets is None:
             return super()._gradient(images, targets)
-        self._record_if_new(images, targets)
+        is_new = self._record_if_new(images, targets)
         program = (self.programs or {}).get(_size(images.batch))
         if program is not None and not program.fits(images, targets):
             program = None
-        if program is not None and program.stage is Stage.RECORDED:
+        if program is not None and not program.is_checked and not is_new:
             if not self._agree():
                 return self._gradient(images, targets)
             with phases.span("check of the recording"):
@@ -92,22 +82,32 @@ class ReplayedStep(EagerStep):
         if base is None or not base.is_current():
             return super()._gradient(images, targets)
         self._base = base
-        if program is not None and program.stage is Stage.CHECKED and phases.spans() is None:
+        if program is not None and program.is_checked and phases.spans() is None:
             self._replayed = program
             return program.gradient(images, targets)
-        return self._eager_gradient(program, images, targets)
+        with base.planned_memory(program):
+            return super()._gradient(images, targets)
 
     def _record_if_new(self, images, targets):
-        """Record the step if the mini-batch has a new size. Collective."""
+        """Record the step if the mini-batch has a new size, and return whether it had. Collective.
+
+        If all sizes have a program, one that was not checked gives way.
+        """
         batch, size = images.batch, _size(images.batch)
         if self.largest is not None and batch.epoch != self._epoch:
             self._agree()
         self._epoch = batch.epoch
         if self.largest is not None and size > _size(self.largest.batch):
             self.programs = {}
-        elif size in self.programs or not self._has_room():
-            return
-        elif self.programs:
+        if size in self.programs:
+            return False
+        if len(self.programs) == MOST_SIZES:
+            _, *smaller = self.programs
+            unchecked = [other for other in smaller if not self.programs[other].is_checked]
+            if not unchecked:
+                return False
+            del self.programs[unchecked[0]]
+        if self.programs:
             self._agree()
         with phases.span("recording"):
             program = StepProgram(
@@ -124,22 +124,7 @@ class ReplayedStep(EagerStep):
             self.programs[size] = program
         else:
             self.programs = None
-
-    def _has_room(self):
-        """Return whether another size may have a program; if not, drop an unchecked program."""
-        if len(self.programs) == MOST_SIZES:
-            for size, program in [*self.programs.items()][1:]:
-                if program.stage is not Stage.CHECKED:
-                    del self.programs[size]
-                    break
-        return len(self.programs) < MOST_SIZES
-
-    def _eager_gradient(self, program, images, targets):
-        """Compute the gradient eagerly, in the memory of the programs."""
-        if program is not None and program.stage is Stage.NEW:
-            program.stage = Stage.RECORDED
-        with self._base.planned_memory(program):
-            return super()._gradient(images, targets)
+        return True
 
     def _agree(self):
         """Discard the programs unless they are current on all ranks; return whether they are."""
@@ -154,11 +139,10 @@ class ReplayedStep(EagerStep):
         self._base = program
         with program.planned_memory(program):
             expected = cpu_step.digest(*super()._gradient(images, targets))
-        value, gradients, state = program.gradient(images, targets)
-        is_equal = expected == cpu_step.digest(value, gradients, state)
-        if self.world.gop("and", is_equal):
-            program.stage, self._replayed = Stage.CHECKED, program
-            return value, gradients, state
+        results = program.gradient(images, targets)
+        if self.world.gop("and", expected == cpu_step.digest(*results)):
+            program.is_checked, self._replayed = True, program
+            return results
         if self.world.rank == 0:
             text = "warning: replayed and eager training steps differ; please report"
             print(f"{text} this. The training continues with eager steps.", file=sys.stderr)
@@ -170,24 +154,18 @@ class ReplayedStep(EagerStep):
             self._replayed.update()
         elif self._base is None:
             super()._update(gradients, state)
-        else:
-            self._update_in_place(gradients, state)
-
-    def _update_in_place(self, gradients, state):
-        """Update the arrays of the programs eagerly."""
-        with arenas.through(self._base.memory):
-            parameters = self.optimizer(self.net.parameters, gradients)
-        for news, olds in ((parameters, self.net.parameters), (state, self.net.state)):
-            for name, old in olds.items():
-                if news[name] is not old:
-                    np.copyto(old, news[name])
+        else:  # update the arrays of the programs eagerly
+            with arenas.through(self._base.memory):
+                parameters = self.optimizer(self.net.parameters, gradients)
+            cpu_step.copy_into(self.net.parameters, parameters)
+            cpu_step.copy_into(self.net.state, state)
 
 
 class ReplayedParts(ReplayedStep):
     """A training step on the host that replays the gradients of the parts of mini-batches.
 
     A program computes only the gradient of a part. The sum of the gradients and the update of the
-    network are computed eagerly. The constructor takes the same arguments as `EagerStep`.
+    network are computed eagerly.
     """
 
     includes_update = False

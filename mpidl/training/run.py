@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     from mpidl.nn import Network
     from mpidl.ranks.failure import Signals
     from mpidl.report.history import History
+    from mpidl.training.gpu_step import GPUStep
     from mpidl.training.optimizers import Optimizer
     from mpidl.training.optimizers.checks import CustomOptimizer
     from mpidl.training.options.training_options import TrainingOptions
     from mpidl.training.session import Session
-    from mpidl.training.steps import EagerStep, RecordedStep, StepResult
+    from mpidl.training.steps import EagerStep, StepResult
 
 
 class Run:
@@ -68,7 +69,7 @@ class Run:
         The training set, with a cache of decoded images.
     queue : MinibatchQueue
         The queue that delivers the mini-batches.
-    step : EagerStep or RecordedStep
+    step : EagerStep or GPUStep
         The object that runs the training steps.
     average : WeightAverage
         The average of the weights over iterations, if the options request one.
@@ -130,7 +131,7 @@ class Run:
         queue_options = self._prepare_input(session.checkpoint[0] if is_resumed else None, load)
         balancer = hook_classes.balancer_of(options, world)
         self.queue: MinibatchQueue
-        self.step: EagerStep | RecordedStep
+        self.step: EagerStep | GPUStep
         self._make_step = functools.partial(
             make_step,
             net=net,

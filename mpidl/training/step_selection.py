@@ -5,35 +5,17 @@ from __future__ import annotations
 from mpidl import losses
 from mpidl.data import MinibatchQueue
 from mpidl.errors import UserError
-from mpidl.training.steps import EagerStep, RecordedStep
+from mpidl.training.steps import EagerStep
 
 
 def make_step(net, optimizer, options, loss, world, datastore, queue_options, balancer, advice):
-    """Create the mini-batch queue and the training step for the device of `world`.
+    """Create the mini-batch queue and the training step for the device of `world`; return both.
 
-    Parameters
-    ----------
-    loss : str or function
-        The loss, as `TrainingOptions.loss_for` returns it.
-    queue_options : dict
-        Arguments of `MinibatchQueue` other than datastore, batch size, seed, world and shuffling.
-    balancer : LoadBalancer or None
-        Measures each rank's time per block of 16 images. None if the shares are fixed.
-    advice : Callable[[float], str]
-        Function that receives the learning rate, and returns advice for the error message about a
-        loss that is not finite.
-
-    Returns
-    -------
-    queue : MinibatchQueue
-        The queue that delivers mini-batches for the step.
-    step : EagerStep or RecordedStep
-        The object that runs the training steps.
-
-    Raises
-    ------
-    UserError
-        If an option or the optimizer does not work on a GPU.
+    `loss` is what `TrainingOptions.loss_for` returns. `queue_options` are the arguments of
+    `MinibatchQueue` other than datastore, batch size, seed, world and shuffling. `balancer`, a
+    LoadBalancer, measures each rank's time per block; None if the shares are fixed.
+    `advice(learning_rate)` returns advice for the error message about a loss that is not finite.
+    Raise UserError if an option or the optimizer does not work on a GPU.
     """
     arguments = datastore, options.batch_size, options.seed, world, options.shuffle
     labels_per_image = losses.labels_per_image(net, datastore)
@@ -55,6 +37,7 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
             step.compute_parts()
         return queue, step
     from mpidl.data.loading.device_queue import DeviceQueue  # only ranks with a GPU import GPU code
+    from mpidl.training.gpu_step import GPUStep
 
     if options.batchnorm == "local":
         raise UserError("--batchnorm local: on GPUs, the statistics are global; use --device cpu")
@@ -74,8 +57,8 @@ def make_step(net, optimizer, options, loss, world, datastore, queue_options, ba
     queue = DeviceQueue(*arguments, **queue_options)
 
     def record():
-        step_arguments = net, optimizer, loss, world, labels_per_image, queue.reader(), advice
-        return RecordedStep(*step_arguments, options.graphs != "off")
+        subject = net, optimizer, loss, world, labels_per_image
+        return GPUStep(*subject, queue.reader(), advice, options.graphs != "off")
 
     try:
         return queue, record()

@@ -1,17 +1,16 @@
-"""Run training steps on the host (`EagerStep`) or on a GPU (`RecordedStep`).
+"""Run training steps on the host, where each op runs as soon as it is called.
 
-Both classes have the same methods. `submit` starts the training step of a mini-batch and returns
-the results that are ready. `drain` waits for all remaining results, and `close` moves the network
-back to host memory. On the host, each step is complete when `submit` returns. On a GPU, up to
-`STEPS_AHEAD` earlier steps may still be running when the next step is submitted.
+All steps have the methods of `EagerStep`: `submit` starts the training step of a mini-batch and
+returns the results that are ready. `drain` waits for all remaining results, and `close` moves the
+network back to host memory. On the host, each step is complete when `submit` returns. On a GPU
+(`gpu_step`), earlier steps may still be running when the next step is submitted.
 """
 
 from __future__ import annotations
 
-import collections
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,51 +21,26 @@ from mpidl.data.parts import PartedBatch, parts_of
 from mpidl.errors import NotFinite, UserError
 from mpidl.training.optimizers import Optimizer
 
-STEPS_AHEAD = 4  # largest number of GPU steps that may be pending when a step is submitted
-
 
 class StepInfo(NamedTuple):
-    """Description of a submitted training step.
+    """Description of a submitted training step."""
 
-    Attributes
-    ----------
-    epoch, iteration : int
-        Epoch and iteration of the step, from 1.
-    images : int
-        Number of images in the mini-batch, summed over all ranks.
-    learning_rate : float
-        Learning rate of the step.
-    start : float
-        time.monotonic() at the start of the step, in seconds.
-    """
-
-    epoch: int
+    epoch: int  # from 1, like the iteration
     iteration: int
-    images: int
+    images: int  # in the mini-batch, on all ranks
     learning_rate: float
-    start: float
+    start: float  # time.monotonic() at the start of the step, in seconds
 
 
 class StepResult(NamedTuple):
-    """The result of a completed training step.
-
-    Attributes
-    ----------
-    info : StepInfo
-        Description of the step.
-    loss : float
-        Loss of the mini-batch.
-    correct : float or None
-        Number of correctly classified images. An image with several labels counts as the
-        fraction of its labels that are correct. None if the loss has no classes.
-    images_per_second : float
-        Number of images in the mini-batch divided by the seconds since the start of the step.
-    """
+    """The result of a completed training step."""
 
     info: StepInfo
     loss: float
+    # Number of correctly classified images, or None if the loss has no classes. An image with
+    # several labels counts as the fraction of its labels that are correct.
     correct: float | None
-    images_per_second: float
+    images_per_second: float  # in the time since the start of the step
 
     @property
     def accuracy(self) -> float | None:
@@ -103,7 +77,7 @@ class EagerStep:
         """Compute the loss and gradients of a mini-batch, and update the network. Collective."""
         with phases.Phase(phases.COMPUTE, "training step"):
             sums = self._compute(images, targets, info)
-        return [_result(info, sums, self.labels_per_image)]
+        return [result_of(info, sums, self.labels_per_image)]
 
     def _compute(self, images, targets, info):
         if self.balancer:
@@ -150,65 +124,7 @@ class EagerStep:
             place = ", on all ranks"
         elif not ranks:  # a faulty processor, or a layer whose output is random
             place = ", but finite when computed again"
-        raise _not_finite(loss, info, place, self.advice)
-
-
-class RecordedStep:
-    """A training step on a GPU, recorded once as a program and replayed for every mini-batch."""
-
-    def __init__(self, net, optimizer, loss, world, labels_per_image, reader, advice, graphs: bool):
-        from mpidl.training import gpu_step
-
-        self.net, self.labels_per_image, self.advice = net, labels_per_image, advice
-        self.pending: collections.deque = collections.deque()  # (handle, StepInfo)
-        gradient = value_and_grad(losses.loss_function(loss), reduce=world)
-        net.to(world.device)
-        try:
-            arguments = net, optimizer, gradient, reader, world.counts, graphs
-            self.program: Any = gpu_step.StepProgram(*arguments)
-        except BaseException:
-            net.to(None)  # so that the caller can retry, for example with smaller mini-batches
-            raise
-
-    def observe_gradients(self, observer: Callable[[Mapping[str, np.ndarray]], None]) -> None:
-        """Do nothing: gradients of a recorded step share memory and are not copied to the host."""
-
-    def submit(self, images, targets, info: StepInfo) -> Iterator[StepResult]:
-        """Yield results of earlier steps, then start the training step of a mini-batch.
-
-        The method waits for all earlier steps except the last `STEPS_AHEAD`.
-
-        Parameters
-        ----------
-        images : Feed
-            The mini-batch from a `DeviceQueue`, including the labels.
-        targets : None
-            Not used.
-        info : StepInfo
-            Description of the step.
-        """
-        yield from self._results(STEPS_AHEAD)
-        with phases.Phase(phases.COMPUTE, "start of the training step"):
-            self.pending.append((self.program.start(images), info))
-
-    def drain(self) -> Iterator[StepResult]:
-        """Wait for all submitted steps and yield their results."""
-        return self._results(0)
-
-    def close(self) -> None:
-        """Move the network back to host memory, and free the memory of the recorded step."""
-        self.pending.clear()
-        self.net.to(None)
-        self.program = None
-
-    def _results(self, max_pending: int) -> Iterator[StepResult]:
-        while len(self.pending) > max_pending:
-            handle, info = self.pending.popleft()
-            with phases.Phase(phases.COMPUTE, "wait for the GPU"):
-                sums = self.program.finish(handle)
-            if not math.isfinite(sums[0]):
-                raise _not_finite(sums[0], info, "", self.advice)
-            yield _result(info, sums, self.labels_per_image)
+        raise not_finite(loss, info, place, self.advice)
 
 
 def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) -> dict[str, Any]:
@@ -239,7 +155,7 @@ def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) ->
     return {key: stepped[key] for key in parameters}
 
 
-def _result(info, sums, labels_per_image):
+def result_of(info: StepInfo, sums: Sequence[float], labels_per_image: int) -> StepResult:
     """Return the StepResult for the sums that the loss returned (see `losses.base.Sums`)."""
     speed, correct = info.images / (time.monotonic() - info.start), None
     if len(sums) > 2:  # the loss ignores some labels
@@ -249,6 +165,9 @@ def _result(info, sums, labels_per_image):
     return StepResult(info, sums[0], correct, speed)
 
 
-def _not_finite(loss, info, place, advice: Callable[[float], str]):
+def not_finite(
+    loss: float, info: StepInfo, place: str, advice: Callable[[float], str]
+) -> NotFinite:
+    """Return the error for a loss that is not finite; `place` names ranks."""
     problem = f"the loss is {loss} at epoch {info.epoch}, iteration {info.iteration}{place}"
     return NotFinite(problem, advice(info.learning_rate))

@@ -58,15 +58,19 @@ def test_the_digits_network_sends_what_the_document_lists(world, subject):
 def test_a_replay_notes_the_exchanges_of_an_eager_step(world, subject, monkeypatch):
     """The clock must measure replays and ignore the first steps, which are recorded and checked."""
     net, images = subject
-    replays, run, run_all = [], Program.run, Program.run_all
-    monkeypatch.setattr(Program, "run", lambda self, part: (replays.append(part), run(self, part)))
-    monkeypatch.setattr(Program, "run_all", lambda self: (replays.append("all"), run_all(self))[1])
+    replays, run = [], Program.run
+
+    def count(self, *parts):
+        replays.append(parts)
+        return run(self, *parts)
+
+    monkeypatch.setattr(Program, "run", count)
     eager = trace(world, net, images, graphs="off")
     assert not replays and not eager.world.replays_steps
     replayed = trace(world, net, images)
     assert replayed.world.replays_steps
     # a gradient and an update in the check, then each measured step
-    assert replays == [0, 1, *["all"] * len(replayed.steps)] and len(replayed.steps) >= 2
+    assert replays == [(0,), (1,), *[(0, 1)] * len(replayed.steps)] and len(replayed.steps) >= 2
     times, expected = replayed.times(), eager.times()
     assert times.events == expected.events and times.events.count(Event(AGREE, 1, 8)) == 1
     assert times.segments.shape[1] == expected.segments.shape[1] == 8

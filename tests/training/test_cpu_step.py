@@ -18,7 +18,6 @@ from mpidl.comm.host_memory import HostMemory
 from mpidl.data import MinibatchQueue
 from mpidl.nn import zoo
 from mpidl.training import cpu_step
-from mpidl.training.cpu_step import Stage
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.optimizers import Clip, Optimizer, Rate
 from mpidl.training.replayed_step import ReplayedParts, ReplayedStep
@@ -117,7 +116,7 @@ def assert_equal(net, solver, world, **arguments):
 
 def is_replayed(step):
     """Return whether full mini-batches are replayed, after a check."""
-    return bool(step.programs) and step.largest.stage is Stage.CHECKED
+    return bool(step.programs) and step.largest.is_checked
 
 
 @pytest.mark.parametrize("net", NETWORKS)
@@ -191,7 +190,7 @@ def test_the_smaller_last_mini_batch_of_an_epoch_is_replayed(net, world, counts)
     step = assert_equal(NETWORKS[net], SOLVERS["decay and clipping"], world, epochs=6)
     assert len(counts) == 2 * 6 - 1 + 6 - 1  # the first mini-batch of each size is eager
     _, smaller = step.programs.values()
-    assert smaller.batch.count == 20 and smaller.stage is Stage.CHECKED
+    assert smaller.batch.count == 20 and smaller.is_checked
 
 
 def test_programs_for_smaller_mini_batches_use_the_memory_of_the_largest(world):
@@ -347,7 +346,7 @@ def test_ranks_that_replay_work_with_ranks_that_do_not(parts, world):
         phases.store_spans(10_000)  # steps whose spans are stored run eagerly
     try:
         step = assert_equal(small, SOLVERS["sgdm"], world, parts=parts)
-        assert step.largest.stage is Stage.CHECKED
+        assert step.largest.is_checked
     finally:
         phases.take_spans()
 
@@ -355,7 +354,7 @@ def test_ranks_that_replay_work_with_ranks_that_do_not(parts, world):
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_a_replay_ends_before_the_update_if_the_loss_is_not_finite(is_guarded, world, monkeypatch):
     if not is_guarded:  # the negative control
-        monkeypatch.setattr(Recorder, "need_finite", lambda self, number: None)
+        monkeypatch.setattr(Recorder, "need_finite", lambda self, loss: True)
     step, _ = run(world, ReplayedStep, small(), dl.SGDM(0.1), epochs=2)
     ((images, labels), *_) = MinibatchQueue(pictures(100), 40, 0, world).epoch(3)
     step.net.parameters["dense1.weight"][0] = np.nan

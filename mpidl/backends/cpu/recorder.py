@@ -13,7 +13,9 @@ with NumPy, the step cannot be replayed, and `Recorder.problem` says why.
 
 import bisect
 import contextlib
+import ctypes
 import functools
+import math
 import mmap
 from dataclasses import replace
 
@@ -55,19 +57,17 @@ class Place:
         self.shape, self.dtype, self._buffer = array.shape, array.dtype, buffer
         self._offset = 0 if buffer is None else address_of(array) - buffer.start
 
+    @property
+    def address(self):
+        return self._buffer.address + self._offset
+
     def view(self):
         """Return the array at its final address, without owning the memory."""
         if self._buffer is None:
             return np.empty(self.shape, self.dtype)
-        return np.asarray(_View(self.shape, self.dtype, self._buffer.address + self._offset))
-
-
-class _View:
-    """A description of memory from which NumPy makes an array."""
-
-    def __init__(self, shape, dtype, address):
-        typestr, data = dtype.str, (address, False)
-        self.__array_interface__ = dict(version=3, shape=shape, typestr=typestr, data=data)
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        memory = (ctypes.c_char * nbytes).from_address(self.address)
+        return np.ndarray(self.shape, self.dtype, memory)
 
 
 class _Total:
@@ -78,10 +78,11 @@ class _Total:
         self.partial = Partial(terms, None, partial.shape, partial.dtype)
         self.arrays = [*roots] if partial.addend is None else [*roots, partial.addend]  # keep them
         self._places = [recorder.place(array) for array in self.arrays]
-        self.target, self._finish = Place(total, recorder.buffer_of(total)), None
+        self.target = recorder.target(total)
 
-    def finisher(self):
-        """Return a function that computes the total. The addresses must be known."""
+    @functools.cached_property
+    def compute(self):
+        """The function that returns the total. The addresses must be known."""
         count = len(self.partial.terms)
         arrays = [place.view() for place in self._places]
         self.partial.addend = arrays[count] if len(arrays) > count else None
@@ -89,8 +90,7 @@ class _Total:
 
     def store(self, target):
         """Compute the total in a replay."""
-        self._finish = self._finish or self.finisher()
-        target[...] = self._finish()
+        target[...] = self.compute()
 
 
 class _Arena(arenas.Arena):
@@ -144,24 +144,11 @@ def _small_pages(size):
 class Recorder:
     """Records the operations of a training step on the host; see the text at the top of the file.
 
-    Parameters
-    ----------
-    owned : list of ndarray
-        Learnables, state and optimizer arrays. The step may update these arrays in place, and
-        their addresses must not change.
-    memory : PlannedArena, optional
-        The memory of another recorder's step, which runs at other times. By default, new memory.
-
-    Attributes
-    ----------
-    problem : str or None
-        Reason why the step cannot be replayed, or None.
-    memory : PlannedArena
-        The memory of the step's arrays.
-    waits : dict
-        {address of a sum: function that waits for it}; see `program.Calls`.
-    owners : list
-        Objects that the Program keeps alive.
+    `owned` are the learnables, state and optimizer arrays, which the step may update in place.
+    Their addresses must not change. `memory` is the memory of another recorder's step, which runs
+    at other times. `problem` is the first reason why the step cannot be replayed, or None. `waits`
+    and `owners` are for the program: functions that wait for sums, see `program.Calls`, and objects
+    that it keeps alive.
     """
 
     def __init__(self, owned, memory=None):
@@ -169,7 +156,7 @@ class Recorder:
         self.memory = memory or PlannedArena(map(address_of, owned))
         self._arena = _Arena(self.memory, self._add)
         self._starts, self._buffers = [], {}
-        self._parts, self._words, self._at_end, self._outputs = [[]], [], [], []
+        self._parts, self._at_end, self._outputs = [[]], [], []
         self.owners = [owned, self.memory]
         for array in owned:
             if not array.flags.c_contiguous or not array.flags.writeable:
@@ -205,7 +192,7 @@ class Recorder:
         self.constant(array)
         for i, value in enumerate(values):
             if isinstance(value, (_NamedFloat, _NamedInt)):
-                self.inputs.add_number(value.name, array, i)
+                self.inputs.add(value.name, array, i)
 
     def constant(self, array):
         """Declare an array whose contents are the same in all replays, and return the array."""
@@ -223,7 +210,7 @@ class Recorder:
                 kind.from_param(argument)  # raise an error for an array that the kernel cannot use
                 if not kind.const:
                     written.append(argument)
-                elif argument.dtype == np.int64 and self.buffer_of(argument) is None:
+                elif argument.dtype == np.int64 and self._buffer_of(argument) is None:
                     argument = self.constant(argument.copy())  # for example, a layer's sizes
                 else:
                     self._read(argument, name)  # which may record a call before this one
@@ -236,12 +223,11 @@ class Recorder:
             elif isinstance(argument, bytes):
                 self.owners.append(text := np.frombuffer(argument + b"\0", np.uint8))
                 calls.add(address_of(text))
-            elif isinstance(argument, (_NamedFloat, _NamedInt)):
-                self.inputs.add_number(argument.name, *calls.add_number(argument, kind))
             else:
-                calls.add_number(0 if argument is None else argument, kind)
-        for array in written:
-            self._write(array)
+                position = calls.add(0 if argument is None else argument, kind)
+                if isinstance(argument, (_NamedFloat, _NamedInt)):
+                    self.inputs.add(argument.name, calls, position)
+        self.written(*written)
         return 1
 
     def table(self, table, reads, writes):
@@ -253,8 +239,7 @@ class Recorder:
         for array in [*reads, *writes]:
             for i in np.flatnonzero(flat == address_of(array)) if array.size else ():
                 self._point(flat, i, array)
-        for array in writes:
-            self._write(array)
+        self.written(*writes)
 
     def call(self, name, *words):
         """Record a call of a kernel whose arguments are addresses, or functions that return them.
@@ -266,7 +251,7 @@ class Recorder:
         for word in words:
             position = calls.add(0 if callable(word) else word)
             if callable(word):
-                self.at_end(functools.partial(_set_late, calls, position, word))
+                self._set_at_end(calls, position, word)
 
     def call_python(self, function, *arrays):
         """Record a call function(*arrays) of a Python function."""
@@ -275,12 +260,29 @@ class Recorder:
     def written(self, *arrays):
         """Declare that the operations so far write these arrays."""
         for array in arrays:
-            self._write(array)
+            buffer = self._buffer_of(array)
+            if buffer is not None and buffer.name is None:
+                buffer.is_written = True
+            elif array.size:
+                self.refuse("a kernel writes to an array of unknown origin")
 
-    def need_finite(self, number):
-        """Let replays end early at this point if a float64 array of one number is not finite."""
-        place = self.place(number, "the check of the loss")
-        self.call("need_finite", lambda: address_of(place.view()))
+    def need_finite(self, loss):
+        """Let replays end at this point if the loss is not finite. Return False if none can tell.
+
+        The kernel reads a float64 number: the loss, or the sum of which the loss is a multiple.
+        """
+        total = self._total_of(loss)
+        if total is not None:
+            terms, arrays = total.partial.terms, total.arrays
+            if len(terms) != 1 or len(arrays) != 1 or abs(float(terms[0].scale)) > 1:
+                return False
+            if total.partial.dtype == np.float64:
+                loss = arrays[0]
+        if loss.shape or loss.dtype != np.float64:
+            return False
+        place = self.place(loss, "the check of the loss")
+        self.call("need_finite", lambda: place.address)
+        return True
 
     def next_part(self):
         """End the current part of the step. The user of the Program runs the parts one by one."""
@@ -295,31 +297,14 @@ class Recorder:
         be an `output`.
         """
         array = arenas.empty(partial.shape, partial.dtype)
-        self.buffer_of(array).total = _Total(self, partial, roots, array)
+        self._buffer_of(array).total = _Total(self, partial, roots, array)
         return array
 
     def output(self, array):
         """Let `Program.results` return the contents of an array."""
-        buffer = self.buffer_of(array)
-        total = None if buffer is None else buffer.total
+        total = self._total_of(array)
         place = self.place(array, "a result") if total is None else None
         self._outputs.append((total, place))
-
-    def is_finite_with(self, loss):
-        """Return a float64 array () that is not finite if the loss is not, or None.
-
-        `loss` is an array. If it is the total of one scaled sum, this sum is returned.
-        """
-        buffer = self.buffer_of(loss)
-        total = None if buffer is None else buffer.total
-        if total is None:
-            return loss if loss.dtype == np.float64 and loss.shape == () else None
-        partial = total.partial
-        if loss.shape or len(total.arrays) != 1 or len(partial.terms) != 1:
-            return None
-        (term,) = partial.terms
-        is_double = term.dtype == partial.dtype == np.float64
-        return total.arrays[0] if is_double and abs(float(term.scale)) <= 1 else None
 
     def store(self, new, old):
         """Record a copy of `new` to `old`."""
@@ -340,13 +325,11 @@ class Recorder:
         slab = self.memory.reserve(nbytes)
         for buffer, offset in zip(planned, offsets, strict=True):
             buffer.address = slab + offset
-        for words, index, buffer, offset in self._words:
-            words[index] = buffer.address + offset
         for function in self._at_end:
             function()
         places = [(size, offset) for (size, *_), offset in zip(lives, offsets, strict=True)]
         outputs = [
-            total.finisher() if total is not None else functools.partial(np.asarray, place.view())
+            total.compute if total is not None else functools.partial(np.asarray, place.view())
             for total, place in self._outputs
         ]
         parts = [[_finished(step) for step in part] for part in self._parts]
@@ -364,7 +347,7 @@ class Recorder:
 
     def target(self, array):
         """Return the Place of an array that an operation is going to write."""
-        return Place(array, self.buffer_of(array) if array.size else None)
+        return Place(array, self._buffer_of(array) if array.size else None)
 
     def _add(self, buffer):
         """Add a buffer. Remove overlapping buffers, because their memory has been freed."""
@@ -377,15 +360,20 @@ class Recorder:
             self._starts.insert(i, buffer.start)
             self._buffers[buffer.start] = buffer
 
-    def buffer_of(self, array):
+    def _buffer_of(self, array):
         """Return the known buffer that contains an array, or None."""
         start = address_of(array)
         i = bisect.bisect_right(self._starts, start) - 1
         buffer = self._buffers[self._starts[i]] if i >= 0 else None
         return buffer if buffer is not None and start + array.nbytes <= buffer.stop else None
 
+    def _total_of(self, array):
+        """Return the _Total of an array that is still to be computed, or None."""
+        buffer = self._buffer_of(array)
+        return None if buffer is None else buffer.total
+
     def _read(self, array, reader):
-        buffer = self.buffer_of(array)
+        buffer = self._buffer_of(array)
         if buffer is not None and buffer.total is not None:  # compute the total now
             total, buffer.total, buffer.is_written = buffer.total, None, True
             self._parts[-1].append((total.store, [total.target]))
@@ -393,13 +381,6 @@ class Recorder:
         if array.size and (buffer is None or not buffer.is_written):
             self.refuse(f"{reader} reads an array that no kernel computed")
         return buffer
-
-    def _write(self, array):
-        buffer = self.buffer_of(array)
-        if buffer is not None and buffer.name is None:
-            buffer.is_written = True
-        elif array.size:
-            self.refuse("a kernel writes to an array of unknown origin")
 
     def _calls(self):
         """Return the last Calls of the current part."""
@@ -410,17 +391,16 @@ class Recorder:
 
     def _point(self, words, index, array):
         """Store the address of an array in words[index], once it is known."""
-        address, buffer = address_of(array), self.buffer_of(array)
-        offset = 0 if buffer is None else address - buffer.start
+        words[index] = address = address_of(array)
+        buffer = self._buffer_of(array)
         if buffer is not None and buffer.name is not None:
-            self.inputs.add_address(buffer.name, words, index, offset)
+            self.inputs.add(buffer.name, words, index, address - buffer.start)
         elif buffer is not None and buffer.first is not None:
-            self._words.append((words, index, buffer, offset))
-        words[index] = address
+            place = Place(array, buffer)
+            self._set_at_end(words, index, lambda: place.address)
 
-
-def _set_late(calls, position, function):
-    calls[position] = function()
+    def _set_at_end(self, words, index, function):
+        self.at_end(lambda: words.__setitem__(index, function()))
 
 
 def _finished(step):

@@ -17,9 +17,8 @@ from mpidl.data.array_datastore import ArrayDatastore
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.labels import align_labels
 from mpidl.data.loading.node_memory import once_per_node
-from mpidl.data.storage.paths import is_file, open_binary, stamp_of
+from mpidl.data.storage.paths import is_file, open_binary, reading, stamp_of
 from mpidl.errors import UserError
-from mpidl.files import unreadable
 from mpidl.text import printable
 
 SHAPE = (3, 32, 32)
@@ -174,17 +173,14 @@ def read_records(path: str, kind: Kind) -> np.ndarray:
 
     Raises UserError if the file is truncated, or if a label is not below the number of classes.
     """
-    try:
-        with open_binary(path) as file:
-            size = stamp_of(path).size
-            if not size or size % kind.record_bytes:
-                raise UserError(
-                    f"{printable(path)}: expected records of {kind.record_bytes} bytes "
-                    f"({kind.name}), found {size} bytes: the file is truncated or not CIFAR"
-                )
-            data = file.read(size)
-    except (OSError, MemoryError) as e:
-        raise unreadable(path, e) from None
+    with reading(path), open_binary(path) as file:
+        size = stamp_of(path).size
+        if not size or size % kind.record_bytes:
+            raise UserError(
+                f"{printable(path)}: expected records of {kind.record_bytes} bytes "
+                f"({kind.name}), found {size} bytes: the file is truncated or not CIFAR"
+            )
+        data = file.read(size)
     if len(data) != size:
         raise UserError(f"{printable(path)}: expected {size} bytes, found {len(data)}")
     records = np.frombuffer(data, np.uint8).reshape(-1, kind.record_bytes)
@@ -205,11 +201,8 @@ def read_names(path: str, count: int) -> list[str]:
     """
     if not is_file(path):
         return [str(i) for i in range(count)]
-    try:
-        with open_binary(path) as file:
-            text = file.read(1 << 16).decode("utf-8", "replace")
-    except OSError as e:
-        raise unreadable(path, e) from None
+    with reading(path), open_binary(path) as file:
+        text = file.read(1 << 16).decode("utf-8", "replace")
     names = [line.strip() for line in text.splitlines() if line.strip()]
     if len(names) != count or len(set(names)) != count:
         raise UserError(

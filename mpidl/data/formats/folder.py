@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from mpidl.data.datastore import counted
 from mpidl.data.formats.format import PART_NAMES, PARTS, OpenOptions, World, format_of_parts
-from mpidl.data.formats.image_files import SUFFIXES, decode
-from mpidl.data.formats.image_list import ImageList
-from mpidl.data.storage import objects
+from mpidl.data.formats.image_files import SUFFIXES
+from mpidl.data.formats.image_list import ImageList, Listing
 from mpidl.data.storage.paths import Entry, check_remote, exists, is_folder, listed, scan
 from mpidl.data.storage.settings import is_remote
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess
@@ -83,32 +81,23 @@ class ImageFolder(ImageList):
         labelled: bool = True,
         preprocess: Preprocess | None = AS_IT_IS,
     ):
-        super().__init__(preprocess)
-        self.folder = os.fspath(folder)
-        with listed(self.folder):
-            listing = on_rank_0(
-                world, lambda: list_images(self.folder, classes, labelled, self.conversion)
+        folder = os.fspath(folder)
+        with listed(folder):
+            super().__init__(
+                folder, world, lambda: list_images(folder, classes, labelled), preprocess
             )
-        self.unlabelled: str | None
-        self.files, self.sizes, self.written = listing[:3]
-        self.labels, self.classes, self.image_shape, self.unlabelled = listing[3:]
 
     def describe(self) -> str:
         return f"{printable(self.folder)}: {counted(self)}"
 
 
 def list_images(
-    folder: str,
-    classes: Sequence[str] | None = None,
-    labelled: bool = True,
-    preprocess: Preprocess = AS_IT_IS,
-) -> tuple[Any, ...]:
+    folder: str, classes: Sequence[str] | None = None, labelled: bool = True
+) -> Listing:
     """List the images of a folder and derive their labels.
 
     Raises UserError if there are no images, or if `labelled` is True and the labels cannot be
-    determined. The results are relative paths; sizes in bytes; times of the last change in
-    nanoseconds; labels or None; class names; shape of the first image; reason for missing labels,
-    or None.
+    determined.
     """
     needs = f"expected sub-folders named by class, with {', '.join(SUFFIXES)} files in them"
     check_folder(folder)
@@ -122,37 +111,29 @@ def list_images(
     if not entries:
         empty = "an empty folder" if not visible(folder) else "no such file"
         raise UserError(f"{printable(folder)}: {needs}; found {empty}")
-    files = [file for file, _ in entries]
-    sizes, written = np.array([status for _, status in entries], np.int64).T
+    files, stamps = [file for file, _ in entries], [now for _, now in entries]
     stray = [file for file in files if os.sep not in file]
     names = [file.split(os.sep)[0] for file in files if os.sep in file]
-    problem = None
+    used, problem = set(names), None
     if not names:
         problem = f"{needs}; found images ({printable(stray[0])}) and no class sub-folders"
     elif stray:
         problem = f"{printable(stray[0])} is outside the class sub-folders: move it into one"
-    elif classes is None and set(folders) - set(names):
-        empty_folders = [name for name in folders if name not in names]
-        problem = f"sub-folder {printable(empty_folders[0])} has no images: add images or remove it"
-    elif classes is not None and (unknown := sorted(set(names) - set(classes), key=os.fsencode)):
+    elif classes is None and (unused := [name for name in folders if name not in used]):
+        problem = f"sub-folder {printable(unused[0])} has no images: add images or remove it"
+    elif classes is not None and (unknown := sorted(used - set(classes), key=os.fsencode)):
         problem = (
             f"sub-folder {printable(unknown[0])} is not one of the classes "
-            f"({', '.join(printable(name) for name in classes)}){did_you_mean(unknown[0], classes)}"
+            f"({', '.join(map(printable, classes))}){did_you_mean(unknown[0], classes)}"
         )
     if problem and labelled:
         raise UserError(f"{printable(folder)}: {problem}")
     labels = None
-    if classes is None:
-        classes = [] if problem else folders
     if not problem:
+        classes = folders if classes is None else classes
         label = {name: i for i, name in enumerate(classes)}
         labels = np.array([label[name] for name in names], np.int64)
-    first, content = os.path.join(folder, files[0]), None
-    if is_remote(folder):
-        content = objects.request(first, Stamp(int(sizes[0]), int(written[0]))).result()
-    pixels, _ = decode(first, preprocess, content=content)
-    unlabelled = problem if names else None
-    return files, sizes, written, labels, list(classes), pixels.shape, unlabelled
+    return Listing(files, stamps, labels, None, list(classes or []), problem if names else None)
 
 
 def images_below(
@@ -167,9 +148,9 @@ def images_below(
     try:
         if not is_remote(folder):
             status = os.stat(folder)
-            if (status.st_dev, status.st_ino) in ancestors:  # a link to a parent folder
+            if (inode := (status.st_dev, status.st_ino)) in ancestors:  # a link to a parent folder
                 return
-            ancestors = (*ancestors, (status.st_dev, status.st_ino))
+            ancestors = (*ancestors, inode)
         for entry in visible(folder):
             relative = os.path.join(prefix, entry.name)
             if entry.is_dir():

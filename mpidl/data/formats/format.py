@@ -6,10 +6,10 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpidl.data.datastore import Datastore
-from mpidl.data.storage.paths import head
+from mpidl.data.storage.paths import head, reading
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess
 from mpidl.errors import UserError
-from mpidl.files import on_rank_0, unreadable
+from mpidl.files import on_rank_0
 from mpidl.text import printable
 
 World = Any  # mpidl.comm.World or None; this package must not import mpidl.comm
@@ -101,6 +101,15 @@ def format_of_parts(
     return Format(name, recognizes, open_data, open_test_data, noun, suffixes, open_validation_data)
 
 
+def opened_by(open_file: Callable[..., Datastore], name: str, **rest: Any) -> Format:
+    """Make a Format of files that `open_file(path, world, part, classes=, labelled=)` opens."""
+
+    def open_part(path, part, world, options):
+        return open_file(path, world, part, classes=options.classes, labelled=options.labelled)
+
+    return format_of_parts(name, open_part=open_part, **rest)
+
+
 def part_to_test(path: str, parts: Container[str], options: OpenOptions) -> str:
     """Return the part that `open_test_data` opens."""
     order = ("validation", "test") if options.option == "--validation-data" else ("test",)
@@ -126,10 +135,8 @@ def file_format(path: str, option: str, formats: Iterable[Format]) -> Format:
     Raises UserError if the file cannot be read, or if no format recognizes the file.
     """
     formats = list(formats)
-    try:
+    with reading(path):
         start = head(path, HEAD_BYTES)
-    except OSError as e:
-        raise unreadable(path, e) from None
     for candidate in formats:
         if candidate.recognizes(path, start, option):
             return candidate

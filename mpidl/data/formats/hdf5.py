@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,10 +18,10 @@ from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.formats.hdf5_remote import RemoteRows
 from mpidl.data.labels import align_labels, check_int32, integer_labels, parse_class_names
 from mpidl.data.storage.objects import ByteStream
-from mpidl.data.storage.paths import stamp_of
+from mpidl.data.storage.paths import reading, stamp_of
 from mpidl.data.storage.settings import is_remote
-from mpidl.errors import StorageFault, UserError
-from mpidl.files import Stamp, changed, digest, on_rank_0, open_for_reading, stamp, unreadable
+from mpidl.errors import UserError
+from mpidl.files import Stamp, changed, digest, on_rank_0, open_for_reading, stamp
 from mpidl.text import printable
 
 if TYPE_CHECKING:
@@ -115,23 +116,25 @@ class HDF5Datastore(Datastore):
         classes: Sequence[str] | None = None,
         labelled: bool = True,
     ):
-        self.path = os.fspath(path)
-        names = images, labels, targets
-        self._set_contents(
-            on_rank_0(world, lambda: inspect_file(self.path, names, layout, classes, labelled))
-        )
+        path, names = os.fspath(path), (images, labels, targets)
+        contents = on_rank_0(world, lambda: inspect_file(path, names, layout, classes, labelled))
+        self._set_contents(path, contents)
 
-    def _set_contents(self, contents: Contents) -> None:
-        self.contents, self._lock = contents, threading.Lock()
+    @classmethod
+    def of_contents(cls, path: str, contents: Contents) -> HDF5Datastore:
+        """Return a datastore of a file whose Contents are known."""
+        store = cls.__new__(cls)
+        store._set_contents(path, contents)
+        return store
+
+    def _set_contents(self, path: str, contents: Contents) -> None:
+        self.path, self.contents, self._lock = path, contents, threading.Lock()
         self._file: Any = None
-        self._stream: ByteStream | None = None
-        if is_remote(self.path):
-            self._stream = ByteStream(self.path, contents.stamp)
+        self._stream = ByteStream(path, contents.stamp) if is_remote(path) else None
         self.image_shape, self.dtype = contents.images.shape, contents.images.dtype
         self.labels, self.classes = contents.labels, contents.classes
         if contents.targets is not None:
-            self.targets_shape = contents.targets.shape
-            self.targets_dtype = contents.targets.dtype
+            self.targets_shape, self.targets_dtype = contents.targets.shape, contents.targets.dtype
 
     def __len__(self) -> int:
         return self.contents.count
@@ -144,7 +147,7 @@ class HDF5Datastore(Datastore):
 
     def _rows(self, rows, indices):
         stream = self._stream
-        with failing(self.path), contextlib.nullcontext() if stream is None else stream.in_hdf5():
+        with reading(self.path), contextlib.nullcontext() if stream is None else stream.in_hdf5():
             return read_rows(self._opened()[rows.name], rows, indices, stream)
 
     def _opened(self):
@@ -153,8 +156,7 @@ class HDF5Datastore(Datastore):
             if self._file is None:
                 import h5py
 
-                source = self._stream or self.path
-                self._file = h5py.File(source, "r", locking=False)
+                self._file = h5py.File(self._stream or self.path, "r", locking=False)
         if self._stream is not None:  # each request to the store checks the Stamp
             self._stream.file.check()
             return self._file
@@ -175,13 +177,6 @@ class HDF5Datastore(Datastore):
         return digest(super().fingerprint(), self.contents.stamp.size, self.contents.images.layout)
 
 
-def class_names_in(file: Any, stored: Any, path: str) -> list[str] | None:
-    """Return the class names stored as an attribute of a dataset or of the file, or None."""
-    names = attribute(stored, "classes")
-    names = attribute(file, "classes") if names is None else names
-    return None if names is None else parse_class_names(names, printable(path))
-
-
 def inspect_file(
     path: str,
     names: tuple[str, str, str],
@@ -193,44 +188,43 @@ def inspect_file(
 
     `names` holds three names: the datasets of images, labels and targets.
     """
+    images_name, labels_name, targets_name = names
+    source = printable(path)
     with opened(path) as file:
-        images = rows_of(dataset(file, names[0]), names[0], layout_of(file, names[0], layout))
-        count = len(dataset(file, names[0]))
-        if names[1] in file:
-            stored = dataset(file, names[1])
-            file_classes = class_names_in(file, stored, path)
-            hint = f"; store numeric targets in a dataset {names[2]}"
-            source = f"{printable(path)}: {names[1]}"
-            values = integer_labels(stored[()], count, source, hint)
-            labels, classes = align_labels(values, file_classes, classes, source)
-            return Contents(stamp_of(path), count, images, labels, classes, None)
-        targets = None
-        if names[2] in file:
-            stored = dataset(file, names[2])
+        stored = dataset(file, images_name)
+        images, count = rows_of(stored, images_name, layout_of(stored, layout)), len(stored)
+        labels, targets = None, None
+        if labels_name in file:
+            stored = dataset(file, labels_name)
+            hint = f"; store numeric targets in a dataset {targets_name}"
+            labels_source = f"{source}: {labels_name}"
+            labels = integer_labels(stored[()], count, labels_source, hint)
+            labels, classes = align_labels(labels, _class_names(stored), classes, labels_source)
+        elif targets_name in file:
+            stored = dataset(file, targets_name)
             if len(stored) != count:
                 raise UserError(
-                    f"{printable(path)}: expected {count} targets, one per image, found "
-                    f"{len(stored)}"
+                    f"{source}: expected {count} targets, one per image, found {len(stored)}"
                 )
-            targets = rows_of(stored, names[2], None)
-            classes = class_names_in(file, stored, path) if classes is None else classes
+            targets = rows_of(stored, targets_name, None)
+            classes = _class_names(stored) if classes is None else classes
         elif labelled:
             raise UserError(
-                f"{printable(path)}: expected a dataset {names[1]} or {names[2]} in addition to "
-                f"{names[0]}; found {listed(file)}"
+                f"{source}: expected a dataset {labels_name} or {targets_name} in addition to "
+                f"{images_name}; found {listed(file)}"
             )
-        return Contents(stamp_of(path), count, images, None, list(classes or []), targets)
+        return Contents(stamp_of(path), count, images, labels, list(classes or []), targets)
 
 
-@contextlib.contextmanager
-def failing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert any exception of HDF5 in the `with` block to a UserError that names the file."""
-    try:
-        yield
-    except (UserError, StorageFault):
-        raise
-    except Exception as e:  # OSError, KeyError, RuntimeError, ValueError, MemoryError, ...
-        raise unreadable(path, e) from None
+def _attribute_of_both(stored: h5py.Dataset, name: str) -> Any:
+    """Return the value of an attribute of a dataset, else of its file, or None."""
+    value = attribute(stored, name)
+    return attribute(stored.file, name) if value is None else value
+
+
+def _class_names(stored: h5py.Dataset) -> list[str] | None:
+    names = _attribute_of_both(stored, "classes")
+    return None if names is None else parse_class_names(names, printable(stored.file.filename))
 
 
 @contextlib.contextmanager
@@ -242,21 +236,15 @@ def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
     """
     import h5py
 
-    source: Any = os.fspath(path)
-    with failing(path):
-        now = stamp_of(source)
-        stream = None
-        if is_remote(source):
-            stream = source = ByteStream(source, now)
+    with reading(path):
+        now = stamp_of(os.fspath(path))
+        stream = ByteStream(os.fspath(path), now) if is_remote(path) else None
         problem = hdf5_probe.problem_of(path, now, stream)
-    if problem is not None:
-        raise UserError(f"{printable(path)}: the file cannot be read: {problem}")
-    with (
-        contextlib.nullcontext() if stream is None else stream.in_hdf5(),
-        failing(path),
-        h5py.File(source, "r", locking=False) as file,
-    ):
-        yield file
+        if problem is not None:
+            raise UserError(f"{printable(path)}: the file cannot be read: {problem}")
+        in_hdf5 = contextlib.nullcontext() if stream is None else stream.in_hdf5()
+        with in_hdf5, h5py.File(stream or path, "r", locking=False) as file:
+            yield file
 
 
 def listed(file: h5py.Group) -> str:
@@ -274,71 +262,67 @@ def dataset(file: h5py.File, name: str) -> h5py.Dataset:
     """
     import h5py
 
-    source = printable(file.filename)
+    source = f"{printable(file.filename)}: {name}"
     stored = file
     for step in name.split("/"):
         link = stored.get(step, getlink=True) if isinstance(stored, h5py.Group) else None
         if link is None:
-            raise UserError(f"{source}: expected a dataset {name}; found {listed(file)}")
+            raise UserError(
+                f"{printable(file.filename)}: expected a dataset {name}; found {listed(file)}"
+            )
         if not isinstance(link, h5py.HardLink):  # a soft or external link may lead to another file
-            raise UserError(f"{source}: {name}: expected a dataset, found a link")
+            raise UserError(f"{source}: expected a dataset, found a link")
         stored = stored[step]
     if not isinstance(stored, h5py.Dataset):
-        raise UserError(f"{source}: {name}: expected a dataset, found a group")
-    creation = stored.id.get_create_plist()
-    if stored.is_virtual or creation.get_external_count():
+        raise UserError(f"{source}: expected a dataset, found a group")
+    if stored.is_virtual or stored.external:
         raise UserError(
-            f"{source}: {name}: expected the numbers in this file, found a reference to another "
-            "file"
+            f"{source}: expected the numbers in this file, found a reference to another file"
         )
     if stored.shape is None or stored.dtype.kind not in "biuf" or stored.dtype.subdtype:
-        raise UserError(f"{source}: {name}: expected numbers, found {stored.dtype}")
+        raise UserError(f"{source}: expected numbers, found {stored.dtype}")
     stored_bytes, file_bytes = stored.id.get_storage_size(), file.id.get_filesize()
     if stored.nbytes > RATIO * stored_bytes + (1 << 16):
         raise UserError(
-            f"{source}: {name}: expected {stored.nbytes} bytes of numbers, found {stored_bytes} "
-            "stored: the dataset is incomplete"
+            f"{source}: expected {stored.nbytes} bytes of numbers, found {stored_bytes} stored: "
+            "the dataset is incomplete"
         )
     if stored_bytes > file_bytes:  # HDF5 would allocate the claimed size of a damaged chunk
         raise UserError(
-            f"{source}: {name}: expected {stored_bytes} stored bytes in the file, found a file of "
+            f"{source}: expected {stored_bytes} stored bytes in the file, found a file of "
             f"{file_bytes}: it is damaged"
         )
     return stored
 
 
-def layout_of(file: h5py.File, name: str, layout: Any = None) -> str:
+def layout_of(stored: h5py.Dataset, layout: Any = None) -> str:
     """Return the layout of a dataset of images, a key of LAYOUTS: the caller's, else the attribute
     `layout` of the dataset or the file, else the only layout that gives 1 or 3 channels. Raises
     UserError if the layout contradicts the number of dimensions, or two layouts are possible.
     """
-    stored = dataset(file, name)
-    source = f"{printable(file.filename)}: {name}"
-    for holder in (stored, file):
-        layout = attribute(holder, "layout") if layout is None else layout
+    name = stored.name.lstrip("/")
+    source = f"{printable(stored.file.filename)}: {name}"
+    layout = _attribute_of_both(stored, "layout") if layout is None else layout
     layout = layout.decode("ascii", "replace") if isinstance(layout, bytes) else layout
     candidates = [text for text in ("NHWC", "NCHW", "NHW") if len(text) == stored.ndim]
     if not candidates:
         raise UserError(
             f"{source}: expected (n, H, W, C), (n, C, H, W) or (n, H, W), found {stored.shape}"
         )
-    if layout is not None and layout not in candidates:
-        raise UserError(
-            f"{source}: expected {' or '.join(candidates)} as the layout of {stored.shape}, got "
-            f"{printable(str(layout)[:40])}"
-        )
     if layout is None:
-        fits = [
-            text
-            for text in candidates
-            if "C" not in text or stored.shape[text.index("C")] in (1, 3)
-        ]
-        if len(fits) != 1:
+        sizes = {text: stored.shape[text.index("C")] if "C" in text else 1 for text in candidates}
+        candidates = [text for text, channels in sizes.items() if channels in (1, 3)]
+        if len(candidates) != 1:
             raise UserError(
                 f"{source}: {stored.shape} may be NHWC or NCHW: set the attribute layout of "
                 f'{name} (file["{name}"].attrs["layout"] = "NHWC")'
             )
-        layout = fits[0]
+        return candidates[0]
+    if layout not in candidates:
+        raise UserError(
+            f"{source}: expected {' or '.join(candidates)} as the layout of {stored.shape}, got "
+            f"{printable(str(layout)[:40])}"
+        )
     return layout
 
 
@@ -350,30 +334,26 @@ def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
     source = f"{printable(stored.file.filename)}: {name}"
     if not stored.ndim or (layout and not stored.size):
         raise UserError(f"{source}: expected one entry per image, found shape {stored.shape}")
-    is_integer = stored.dtype.kind in "biu"
+    is_integer, itemsize = stored.dtype.kind in "biu", stored.dtype.itemsize
     if layout and is_integer and stored.dtype != np.uint8:
         raise UserError(
             f"{source}: expected uint8 (pixels 0 to 255) or floats, found {stored.dtype}"
         )
-    shape = tuple(int(size) for size in stored.shape[1:])
-    if layout:
-        order = LAYOUTS[layout]
-        shape = tuple(int(stored.shape[axis]) for axis in order[1:])
-        shape = (1, *shape) if len(shape) == 2 else shape
-    dtype = np.dtype(np.float32)
-    if is_integer:
-        dtype = np.dtype(np.uint8 if layout else np.int32)
-    row_bytes = max(1, int(np.prod(stored.shape[1:])) * stored.dtype.itemsize)
+    axes = LAYOUTS[layout][1:] if layout else range(1, stored.ndim)
+    shape = tuple(int(stored.shape[axis]) for axis in axes)
+    row_bytes = max(1, math.prod(shape) * itemsize)
     rows_per_read = max(1, MAX_READ // row_bytes)
     if stored.chunks:
-        chunk = int(np.prod([int(n) for n in stored.chunks], dtype=object)) * stored.dtype.itemsize
+        chunk = math.prod(map(int, stored.chunks)) * itemsize
         if chunk > MAX_CHUNK:
             raise UserError(
                 f"{source}: expected chunks of {MAX_CHUNK >> 20} MB at most, found "
                 f"{chunk >> 20} MB: write smaller chunks (h5repack -l), or use mpidl.pack"
             )
         rows_per_read = max(1, min(int(stored.chunks[0]), MAX_CHUNK // row_bytes))
-    return Rows(name, shape, dtype, layout, rows_per_read)
+    shape = (1, *shape) if layout and len(shape) == 2 else shape
+    integers = np.uint8 if layout else np.int32
+    return Rows(name, shape, np.dtype(integers if is_integer else "f4"), layout, rows_per_read)
 
 
 def read_rows(
@@ -416,20 +396,16 @@ def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
     if name not in holder.attrs:
         return None
     stored = holder.attrs.get_id(name)
-    if int(np.prod(stored.shape, dtype=object)) * stored.dtype.itemsize > 1 << 26:
+    if math.prod(map(int, stored.shape)) * stored.dtype.itemsize > 1 << 26:
         raise UserError(f"{printable(holder.file.filename)}: attribute {name}: too large")
     return holder.attrs[name]
 
 
 def is_hdf5(path: str | os.PathLike[str]) -> bool:
     """Return whether a file is in HDF5 format, independent of its name."""
-    try:
-        with open_for_reading(path) as file:
-            return file.read(len(SIGNATURE)) == SIGNATURE
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with reading(path), contextlib.suppress(FileNotFoundError), open_for_reading(path) as file:
+        return file.read(len(SIGNATURE)) == SIGNATURE
+    return False
 
 
 FORMAT = format_of_parts(

@@ -12,6 +12,7 @@ no module of mpidl.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
@@ -33,13 +34,11 @@ CHUNKS = 4  # copies of a chunk: one stored, one decoded, two while the decoded 
 TOO_LARGE = 9  # exit code of a helper that needed more memory than allowed
 READ, REQUEST = b"R", struct.Struct("<QQ")  # the helper's request: offset and number of bytes
 
-_helper = None
-_owner = -1  # ID of the process that started the helper; a forked child starts another helper
-_problems: dict = {}  # {(path, stamp): result of `problem_of`} for the last 16 files
+_problems: dict[tuple[str, object], str | None] = {}  # results of `problem_of`, the last 16
 
 
 def problem_of(
-    path: str | os.PathLike, stamp: object, stream: Any = None, is_shared: bool = False
+    path: str | os.PathLike[str], stamp: object, stream: Any = None, is_shared: bool = False
 ) -> str | None:
     """Let the helper read an HDF5 file, and describe the problem if reading fails.
 
@@ -52,7 +51,7 @@ def problem_of(
     if key not in _problems:
         while len(_problems) >= 16:
             del _problems[next(iter(_problems))]
-        _problems[key] = _ask_once(key) if is_shared else _ask(key[0], stream)
+        _problems[key] = _ask_once(key) if is_shared else HELPER.ask(key[0], stream)
     return _problems[key]
 
 
@@ -60,99 +59,108 @@ def _ask_once(key):
     """Return the problem that one rank finds for all ranks of this host, or None."""
     from mpidl.data.formats.shared_answer import shared_answer  # not imported by the helper
 
-    answer = shared_answer(key, lambda: f"problem: {_ask(key[0], None) or ''}", 2 * SECONDS)
+    answer = shared_answer(key, lambda: f"problem: {HELPER.ask(key[0]) or ''}", 2 * SECONDS)
     return answer.removeprefix("problem: ") or None
 
 
-def _ask(path, stream):
-    """Send a path to the helper, wait for the answer, and return the problem or None."""
-    global _helper, _owner
-    request = os.fsencode(path).hex().encode() + b"\n"
-    if stream is not None:
-        request = b"%d bytes\n" % stream.seek(0, os.SEEK_END)
-    for _ in range(2):  # second attempt: an idle helper may end during the first attempt
-        if _helper is None or _owner != os.getpid() or _helper.poll() is not None:
+class Helper:
+    """The helper process, which is started at the first question and whenever it has ended."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen | None = None
+        self.owner = -1  # ID of the process that started it; a forked child starts another one
+
+    def ask(self, path: str, stream: Any = None) -> str | None:
+        """Send a path, or the size of a stream, to the helper; return the problem or None."""
+        request = os.fsencode(path).hex().encode() + b"\n"
+        if stream is not None:
+            request = b"%d bytes\n" % stream.seek(0, os.SEEK_END)
+        for _ in range(2):  # second attempt: an idle helper may end during the first attempt
             try:
-                _helper, _owner = _start(), os.getpid()
+                process = self.started()
             except OSError:
                 return None
-        answer = b""
-        try:
-            _helper.stdin.write(request)
-            importlib.import_module("h5py")  # use the waiting time: this process also needs h5py
-            while (answer := _answer()) == READ:
-                _serve(stream)
-        except OSError:
-            pass
-        except BaseException:  # the stream itself cannot be read
-            _helper.kill()
-            _end()
-            raise
-        if answer:
-            return None
-        if answer is None:
-            _helper.kill()
-        code = _end()
-        if answer is not None and code == -signal.SIGKILL:
-            continue  # the helper was killed, for example by the kernel because memory was short
-        if answer is None:
-            return f"the HDF5 library did not finish reading it within {SECONDS:g} s: it is damaged"
-        if code < 0:
-            return (
-                f"the HDF5 library crashed while reading it ({signal.Signals(-code).name}): it "
-                "is damaged"
+            answer: bytes | None = b""
+            try:
+                process.stdin.write(request)
+                importlib.import_module("h5py")  # use the waiting time: this process needs h5py too
+                while (answer := _answer(process)) == READ:
+                    _serve(process, stream)
+            except OSError:
+                pass
+            except BaseException:  # the stream itself cannot be read
+                self.end(kill=True)
+                raise
+            if answer:
+                return None
+            code = self.end(kill=answer is None)
+            if answer is None:
+                return (
+                    f"the HDF5 library did not finish reading it within {SECONDS:g} s: it is "
+                    "damaged"
+                )
+            if code == -signal.SIGKILL:
+                continue  # killed by another process, or by the kernel because memory was short
+            if code < 0:
+                name = signal.Signals(-code).name
+                return f"the HDF5 library crashed while reading it ({name}): it is damaged"
+            if code == TOO_LARGE:
+                return "the HDF5 library needs more memory than the datasets: it is damaged"
+            if code > 0:  # h5py is missing, for example; this process will raise the same error
+                return None
+        return None
+
+    def started(self) -> subprocess.Popen:
+        """Return the running helper process. Raise OSError if it cannot be started."""
+        from mpidl import side_process  # a local import, because the helper must not import mpidl
+
+        if self.process is None or self.owner != os.getpid() or self.process.poll() is not None:
+            self.process = side_process.start(
+                [os.path.abspath(__file__), str(IDLE), str(SECONDS)],
+                bufsize=0,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
             )
-        if code == TOO_LARGE:
-            return "the HDF5 library needs more memory than the datasets: it is damaged"
-        if code > 0:  # h5py is missing, for example; this process will raise the same error
-            return None
-    return None
+            self.owner = os.getpid()
+        return self.process
+
+    def end(self, kill: bool = False) -> int:
+        """Wait until the helper has ended, and return its exit code."""
+        process, self.process = self.process, None
+        if kill:
+            process.kill()
+        process.stdin.close()
+        code = process.wait()
+        process.stdout.close()
+        return code
 
 
-def _answer():
+HELPER = Helper()  # of this process
+
+
+def _answer(process):
     """Return the next byte that the helper writes, or None after a timeout."""
     waited = 0.0
     while waited < SECONDS:
         step = min(STEP_SECONDS, SECONDS - waited)
-        if select.select([_helper.stdout], [], [], step)[0]:
-            return _helper.stdout.read(1)
+        if select.select([process.stdout], [], [], step)[0]:
+            return process.stdout.read(1)
         waited += step
     return None
 
 
-def _serve(stream):
+def _serve(process, stream):
     """Send the bytes of the stream that the helper requests."""
-    start, count = REQUEST.unpack(_helper.stdout.read(REQUEST.size))
+    start, count = REQUEST.unpack(process.stdout.read(REQUEST.size))
     stream.seek(start)
     content = stream.read(count)
-    _helper.stdin.write(content + bytes(count - len(content)))
-
-
-def _start():
-    from mpidl import side_process  # a local import, because the helper must not import mpidl
-
-    return side_process.start(
-        [os.path.abspath(__file__), str(IDLE), str(SECONDS)],
-        bufsize=0,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def _end():
-    """Wait until the helper has ended, and return its exit code."""
-    global _helper
-    helper, _helper = _helper, None
-    helper.stdin.close()
-    code = helper.wait()
-    helper.stdout.close()
-    return code
+    process.stdin.write(content + bytes(count - len(content)))
 
 
 # The functions below run in the helper process.
 
 
-def main(idle, seconds):
+def main(idle: float, seconds: float) -> None:
     """Read paths in hexadecimal form from stdin, one per line, and test the file at each path.
 
     A line may also be the size of a file whose bytes the main process sends on request. The helper
@@ -161,7 +169,6 @@ def main(idle, seconds):
     TOO_LARGE. The main process may be killed during a test. Therefore, a timer signal ends the
     helper if a test takes more than `seconds` of processor time.
     """
-    global MAX_BYTES
     import h5py
 
     data = b""
@@ -176,12 +183,11 @@ def main(idle, seconds):
         signal.setitimer(signal.ITIMER_PROF, seconds)
         (size, peak), chunk = _address_space(), 0
         try:
-            if line.endswith(b" bytes"):
-                source, MAX_BYTES = _Served(int(line.split()[0])), SERVED_BYTES
-            else:
-                source = os.fsdecode(bytes.fromhex(line.decode()))
+            source: Any = _Served(int(line.split()[0])) if line.endswith(b" bytes") else None
+            max_bytes = MAX_BYTES if source is None else SERVED_BYTES
+            source = source or os.fsdecode(bytes.fromhex(line.decode()))
             with h5py.File(source, "r", locking=False) as file:
-                chunk = _walk(file)
+                chunk = _walk(file, max_bytes)
         except Exception:  # the main process will raise and report the same error
             pass
         _, later_peak = _address_space()
@@ -207,15 +213,6 @@ class _Served(io.RawIOBase):
     def __init__(self, size):
         self.size, self.position = size, 0
 
-    def readable(self):
-        return True
-
-    def seekable(self):
-        return True
-
-    def tell(self):
-        return self.position
-
     def seek(self, offset, whence=os.SEEK_SET):
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self.position}.get(whence, self.size)
         self.position = origin + offset
@@ -234,7 +231,7 @@ class _Served(io.RawIOBase):
         return count
 
 
-def _walk(file):
+def _walk(file, max_bytes):
     """Read everything that the main process may read; return the largest chunk size in bytes."""
     import h5py
 
@@ -242,32 +239,24 @@ def _walk(file):
     while waiting and count < OBJECTS:
         stored = waiting.pop()
         count += 1
-        for step in (_attributes, _links if isinstance(stored, h5py.Group) else _numbers):
-            try:
-                largest_chunk = max(largest_chunk, step(stored, waiting) or 0)
-            except Exception:
-                pass
+        with contextlib.suppress(Exception):
+            for name in stored.attrs:
+                attribute = stored.attrs.get_id(name)
+                if _bytes(attribute.shape, attribute.dtype) <= max_bytes:
+                    stored.attrs[name]
+        with contextlib.suppress(Exception):
+            if isinstance(stored, h5py.Group):
+                for name in stored:
+                    if isinstance(stored.get(name, getlink=True), h5py.HardLink):
+                        waiting.append(stored[name])
+                    if len(waiting) > OBJECTS:
+                        break
+            else:
+                largest_chunk = max(largest_chunk, _read_numbers(stored, max_bytes))
     return largest_chunk
 
 
-def _attributes(stored, _):
-    for name in stored.attrs:
-        attribute = stored.attrs.get_id(name)
-        if _bytes(attribute.shape, attribute.dtype) <= MAX_BYTES:
-            stored.attrs[name]
-
-
-def _links(group, waiting):
-    import h5py
-
-    for name in group:
-        if isinstance(group.get(name, getlink=True), h5py.HardLink):
-            waiting.append(group[name])
-        if len(waiting) > OBJECTS:
-            return
-
-
-def _numbers(stored, _):
+def _read_numbers(stored, max_bytes):
     """Read a small dataset completely, or the first, middle and last row of a large dataset.
 
     Return the size of a chunk in bytes. Variable-length strings are skipped, because the main
@@ -275,27 +264,22 @@ def _numbers(stored, _):
     """
     import h5py
 
-    creation = stored.id.get_create_plist()
-    if stored.is_virtual or creation.get_external_count() or stored.shape is None:
-        return 0
-    if stored.dtype.kind == "O" and h5py.check_ref_dtype(stored.dtype) is None:
+    is_elsewhere = stored.is_virtual or stored.external or stored.shape is None
+    if is_elsewhere or (stored.dtype.kind == "O" and h5py.check_ref_dtype(stored.dtype) is None):
         return 0
     chunk = _bytes(stored.chunks, stored.dtype) if stored.chunks else 0
-    stored_bytes = stored.id.get_storage_size()
-    size = _bytes(stored.shape, stored.dtype)
-    is_false = (
-        size > 1032 * stored_bytes + (1 << 16) or stored_bytes > stored.file.id.get_filesize()
-    )
-    if is_false or chunk > 4 * MAX_BYTES:
+    stored_bytes, size = stored.id.get_storage_size(), _bytes(stored.shape, stored.dtype)
+    is_false = size > 1032 * stored_bytes + (1 << 16)
+    if is_false or stored_bytes > stored.file.id.get_filesize() or chunk > 4 * max_bytes:
         return 0  # `hdf5` rejects such a dataset
     if stored.chunks:
         stored.id.get_num_chunks()
-    if size <= MAX_BYTES or not stored.shape:
+    if size <= max_bytes or not stored.shape:
         values = stored[()]
         for reference in values.reshape(-1)[:OBJECTS] if stored.dtype.kind == "O" else ():
             if reference:
                 stored.file[reference][()]
-    elif _bytes(stored.shape[1:], stored.dtype) <= MAX_BYTES:
+    elif _bytes(stored.shape[1:], stored.dtype) <= max_bytes:
         for row in (0, len(stored) // 2, len(stored) - 1):
             stored[row]
     return chunk

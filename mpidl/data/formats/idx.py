@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import math
 import os
-import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,9 +12,8 @@ import numpy as np
 from mpidl.data.array_datastore import ArrayDatastore, check_labels
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.loading.node_memory import once_per_node
-from mpidl.data.storage.paths import is_file, open_binary, stamp_of
+from mpidl.data.storage.paths import is_file, open_binary, reading, stamp_of
 from mpidl.errors import UserError
-from mpidl.files import unreadable
 from mpidl.text import printable
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -43,27 +41,25 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     UserError
         If the file is missing or damaged, or has another format.
     """
-    try:
-        packed = str(path).endswith(".gz")
-        on_disk = stamp_of(os.fspath(path)).size
-        with (
-            open_binary(os.fspath(path)) as raw,
-            gzip.GzipFile(fileobj=raw) if packed else raw as file,
-        ):
-            head = file.read(4 + 4 * MAX_DIMENSIONS)
-            dtype, sizes, start = _header(head, path)
-            expected = start + math.prod(sizes) * dtype.itemsize
-            if expected > on_disk * DEFLATE_RATIO + 4096:  # more than the file can hold
-                size = on_disk if not packed else f"{on_disk} compressed"
-                raise UserError(_length_error(path, expected, sizes, size, "truncated"))
+    path = os.fspath(path)
+    with reading(path), open_binary(path) as raw:
+        packed, on_disk = path.endswith(".gz"), stamp_of(path).size
+        file = gzip.GzipFile(fileobj=raw) if packed else raw
+        head = file.read(4 + 4 * MAX_DIMENSIONS)
+        dtype, sizes, start = _header(head, path)
+        expected = start + math.prod(sizes) * dtype.itemsize
+        # The first check keeps a file from claiming more memory than it can fill.
+        found = f"{on_disk} compressed" if packed else str(on_disk)
+        if is_possible := expected <= on_disk * DEFLATE_RATIO + 4096:
             data = head + file.read(max(0, expected - len(head)))
             excess = file.read(1)
-    except (OSError, EOFError, MemoryError, zlib.error) as e:
-        raise unreadable(path, e) from None
-    if len(data) != expected or excess:
-        size = on_disk if excess and not packed else len(data) + len(excess)
-        problem = "too long" if len(data) > expected or excess else "truncated"
-        raise UserError(_length_error(path, expected, sizes, size, problem))
+            found = str(len(data) + len(excess) if packed or not excess else on_disk)
+    if not is_possible or len(data) != expected or excess:
+        is_long = is_possible and (len(data) > expected or excess)
+        raise UserError(
+            f"{printable(path)}: expected {expected} bytes for its sizes {sizes}, found {found}: "
+            f"the file is {'too long' if is_long else 'truncated'}"
+        )
     values = np.frombuffer(data, dtype, math.prod(sizes), start).reshape(sizes)
     return values.astype(dtype.newbyteorder("="), copy=False)
 
@@ -90,14 +86,6 @@ def _header(head, path):
     if not math.prod(sizes):
         sizes = [sizes[0] if len(sizes) == 1 else 0] + [min(size, 1 << 16) for size in sizes[1:]]
     return np.dtype(TYPES[head[2]]), sizes, start
-
-
-def _length_error(path, expected, sizes, size, problem):
-    """Return the error message for a file whose length disagrees with the sizes in its header."""
-    return (
-        f"{printable(path)}: expected {expected} bytes for its sizes {sizes}, found {size}: the "
-        f"file is {problem}"
-    )
 
 
 def find_file(folder: str, part: str, kind: str) -> str | None:

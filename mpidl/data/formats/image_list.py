@@ -4,24 +4,53 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, Indices
+from mpidl.data.formats.format import World
 from mpidl.data.formats.image_files import KINDS, decode, read_file
 from mpidl.data.storage import objects
 from mpidl.data.storage.settings import is_remote
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, Preprocessed
 from mpidl.errors import UserError
-from mpidl.files import Stamp, changed, digest
+from mpidl.files import Stamp, changed, digest, on_rank_0
 from mpidl.text import printable
 
 
-class ImageList(Datastore):
-    """A datastore of image files.
+class LabelSets(NamedTuple):
+    """Sets of labels, one per image."""
 
-    Subclasses list the files, and set the attributes below as well as the labels or targets.
+    labels: np.ndarray  # concatenated labels of all images, int64
+    ends: np.ndarray  # for each image, the end of its labels in `labels`, int64 (n,)
+    classes: int
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """Return float32 (len(indices), classes): 1 for the labels of an image, 0 otherwise."""
+        rows = np.zeros((len(indices), self.classes), np.float32)
+        for row, i in zip(rows, indices.tolist(), strict=True):
+            row[self.labels[self.ends[i - 1] if i else 0 : self.ends[i]]] = 1
+        return rows
+
+
+class Listing(NamedTuple):
+    """Image files with their labels or targets. Rank 0 determines and broadcasts it."""
+
+    files: list[str]  # paths relative to the folder
+    stamps: list[Stamp]
+    labels: np.ndarray | None  # label of each image, int64 (n,)
+    # Targets: float32 (n,) or (n, R), or sets of labels. None if there are no targets.
+    targets: np.ndarray | LabelSets | None
+    classes: list[str]  # class names of the labels, or of targets that are 0 or 1
+    # Reason why labels or targets are missing. None if they exist or are not to be expected.
+    problem: str | None
+
+
+class ImageList(Datastore):
+    """A datastore of image files. Subclasses list the files and pass the Listing to `_set_files`.
 
     Attributes
     ----------
@@ -33,17 +62,36 @@ class ImageList(Datastore):
         Size of each file in bytes, and time of each file's last change in nanoseconds.
     conversion : Preprocess
         Conversion to apply to the images.
+    unlabelled : str or None
+        Reason why there are no labels or targets.
     """
 
-    folder: str
-    files: list[str]
-    sizes: np.ndarray
-    written: np.ndarray
-
-    def __init__(self, preprocess: Preprocess | None) -> None:
-        self.conversion = preprocess or AS_IT_IS
+    def __init__(
+        self,
+        folder: str,
+        world: World,
+        listing: Callable[[], Listing],
+        preprocess: Preprocess | None,
+    ) -> None:
+        self.folder, self.conversion = folder, preprocess or AS_IT_IS
         self.preprocess = self.conversion or None
         self._pending = objects.ReadAhead()
+
+        def read() -> tuple[Listing, tuple[int, ...]]:
+            found = listing()
+            first, content = os.path.join(folder, found.files[0]), None
+            if is_remote(folder):
+                content = objects.request(first, found.stamps[0]).result()
+            return found, decode(first, self.conversion, content=content)[0].shape
+
+        found, self.image_shape = on_rank_0(world, read)
+        self.files, self.unlabelled = found.files, found.problem
+        self.sizes, self.written = np.array(found.stamps, np.int64).reshape(-1, 2).T
+        self.labels, self.classes, self._targets = found.labels, found.classes, found.targets
+        if isinstance(self._targets, LabelSets):
+            self.targets_shape = (self._targets.classes,)
+        elif self._targets is not None:
+            self.targets_shape = self._targets.shape[1:]
 
     def __len__(self) -> int:
         return len(self.files)
@@ -60,6 +108,14 @@ class ImageList(Datastore):
             if isinstance(pixels, tuple):
                 raise UserError(shape_error(path, pixels, self.image_shape, self.files[0]))
         return images
+
+    def targets(self, indices: Indices) -> np.ndarray:
+        if self._targets is None:
+            return super().targets(indices)
+        indices = np.asarray(indices, np.int64)
+        if isinstance(self._targets, LabelSets):
+            return self._targets.rows(indices)
+        return self._targets[indices]
 
     def _check_stamp(self, i, now):
         """Raise UserError if file i has changed. `now` is the file's Stamp, or None if remote."""
@@ -113,7 +169,9 @@ class ImageList(Datastore):
 
     def _digested_targets(self) -> tuple[object, ...]:
         """Return the arrays that determine the targets, or () if there are no targets."""
-        return ()
+        if isinstance(self._targets, LabelSets):
+            return self._targets.labels, self._targets.ends
+        return () if self._targets is None else (self._targets,)
 
     def preprocessed(self, preprocess: Preprocess) -> Datastore:
         """Return a datastore of the same files that applies a `Preprocess` during decoding.

@@ -8,9 +8,10 @@ handles or categorical arrays.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,16 +19,15 @@ import numpy as np
 from mpidl.data.array_datastore import ArrayDatastore
 from mpidl.data.combined import combined
 from mpidl.data.datastore import Datastore
-from mpidl.data.formats import hdf5, mat5
-from mpidl.data.formats.format import World, format_of_parts
-from mpidl.data.formats.hdf5 import HDF5Datastore
-from mpidl.data.formats.mat5 import Variable
+from mpidl.data.formats import hdf5
+from mpidl.data.formats.format import World, opened_by
+from mpidl.data.formats.mat5 import Mat5, Variable
 from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.loading.node_memory import once_per_node
-from mpidl.data.storage.paths import open_binary, stamp_of
+from mpidl.data.storage.paths import open_binary, reading, stamp_of
 from mpidl.errors import UserError
-from mpidl.files import on_rank_0, unreadable
-from mpidl.text import printable
+from mpidl.files import on_rank_0
+from mpidl.text import name_list, printable
 
 if TYPE_CHECKING:
     import h5py
@@ -41,9 +41,11 @@ LABELS = {
     "images": ("labels", "y"),
     "x": ("y", "t", "labels"),
 }
+LABEL_NAMES = {name for names in LABELS.values() for name in names}
 CLASSES = ("classes", "classnames", "categories", "labelnames", "label_names")
-NUMBERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 FLOATS = ("single", "double")
+PIXELS = ("uint8", *FLOATS)
+NUMBERS = (*FLOATS, "logical", *(f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)))
 MAX_NAME = 4096  # maximum number of characters in a class name
 
 
@@ -59,12 +61,51 @@ class Selection(NamedTuple):
     count: int
 
 
-class Mat73(HDF5Datastore):
-    """A datastore of the images in a version 7.3 .mat file."""
+class Mat73:
+    """An open version 7.3 file, with the same methods as `Mat5`."""
 
-    def __init__(self, path: str, contents: hdf5.Contents):
-        self.path = path
-        self._set_contents(contents)
+    def __init__(self, path: str, file: h5py.File):
+        import h5py
+
+        self.path, self.file, self.variables = path, file, list[Variable]()
+        for name in file:
+            link = file.get(name, getlink=True)
+            if name.startswith("#") or not isinstance(link, h5py.HardLink):
+                continue
+            stored = file[name]
+            if isinstance(stored, h5py.Dataset) and stored.shape is not None:
+                kind = hdf5.attribute(stored, "MATLAB_class")
+                kind = printable(kind[:40]) if isinstance(kind, bytes) else "unknown"
+                shape = tuple(int(n) for n in stored.shape[::-1])
+                self.variables.append(Variable(name, shape, kind))
+
+    def numbers(self, variable: Variable) -> np.ndarray:
+        """Read a numeric variable."""
+        return hdf5.dataset(self.file, variable.name)[()].T
+
+    def texts(self, variable: Variable) -> list[str]:
+        """Read a cell array of character vectors: references to datasets of UTF-16 characters."""
+        import h5py
+
+        stored = self.file[variable.name]
+        if variable.kind != "cell" or stored.dtype != h5py.ref_dtype or stored.size > 1 << 16:
+            raise UserError(
+                f"{printable(self.path)}: expected class names as a cell array, found {variable}"
+            )
+        texts = [self.file[reference] for reference in stored[()].reshape(-1)]
+        for text in texts:
+            is_text = isinstance(text, h5py.Dataset) and text.dtype == np.uint16
+            if not is_text or text.size > MAX_NAME:
+                raise UserError(
+                    f"{printable(self.path)}: {printable(variable.name)}: expected character "
+                    "vectors"
+                )
+        return [text[()].astype("<u2").tobytes().decode("utf-16-le", "replace") for text in texts]
+
+    def images(self, variable: Variable) -> hdf5.Rows:
+        """Return where the images of a variable are, which are read one mini-batch at a time."""
+        layout = "NCWH" if len(variable.shape) == 4 else "NWH"
+        return hdf5.rows_of(hdf5.dataset(self.file, variable.name), variable.name, layout)
 
 
 def mat_file(
@@ -124,77 +165,57 @@ def mat_file(
     numbers or N images (H x W x C x N, single or double), or `classes` is empty.
     """
     path = os.fspath(path)
-    names = images, labels
 
     def inspect():
-        if version(path) == "5":
-            return None
-        return _inspect_73(path, part, names, classes, labelled)
+        """Return (variable or Rows of the images, count, labels, classes, targets, stamp)."""
+        with _opened(path) as file:
+            found = select_variables(path, file.variables, part, (images, labels), labelled)
+            codes, names, targets = None, list(classes or []), None
+            if found.labels is not None and len(found.labels.shape) == 4:
+                targets = file.images(found.labels)
+            elif found.labels is not None:
+                values = file.numbers(found.labels)
+                if _are_targets(values, found, classes):
+                    with np.errstate(over="ignore"):
+                        targets = values.astype(np.float32)
+                    targets = targets.reshape(-1) if targets.size == found.count else targets
+                else:
+                    texts = found.classes and file.texts(found.classes)
+                    texts = texts and parse_class_names(texts, printable(path))
+                    codes, names = _labels(path, found, values, texts, classes)
+            pixels = found.images if isinstance(file, Mat5) else file.images(found.images)
+        return pixels, found.count, codes, names, targets, stamp_of(path)
 
-    def load():
-        return _load_5(path, part, names, classes, labelled)
+    pixels, count, codes, names, targets, now = on_rank_0(world, inspect)
+    store: Datastore
+    if isinstance(pixels, Variable):
+        array, _ = once_per_node(world, lambda: (Mat5(path).images(pixels), None), path)
+        store = ArrayDatastore(array, codes, names or None, printable(path), layout="NCHW")
+    else:
+        rows = targets if isinstance(targets, hdf5.Rows) else None
+        contents = hdf5.Contents(now, count, pixels, codes, names, rows)
+        store = hdf5.HDF5Datastore.of_contents(path, contents)
+    return combined(store, targets) if isinstance(targets, np.ndarray) else store
 
-    inspected = on_rank_0(world, inspect)
-    if inspected is not None:
-        contents, numbers = inspected
-        store: Datastore = Mat73(path, contents)
-        return store if numbers is None else combined(store, numbers)
-    pixels, (codes, class_names, targets) = once_per_node(world, load, path)
-    store = ArrayDatastore(pixels, codes, class_names or None, printable(path), layout="NCHW")
-    return store if targets is None else combined(store, targets)
 
-
-def _inspect_73(path, part, names, classes, labelled):
-    """Return the Contents of a version 7.3 file, and its targets if they are numbers."""
-    with hdf5.opened(path) as file:
-        selection = select_variables(path, variables_73(file), part, names, labelled)
-        rows = hdf5.rows_of(
-            hdf5.dataset(file, selection.images.name),
-            selection.images.name,
-            "NCWH" if len(selection.images.shape) == 4 else "NWH",
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[Mat5 | Mat73]:
+    """Open a .mat file. Raise UserError if its header is neither of version 5 nor of 7.3."""
+    with reading(path), open_binary(path) as file:
+        head = file.read(128)
+    number = None
+    if head[:6] == b"MATLAB" and head[126:] in (b"IM", b"MI"):
+        number = int.from_bytes(head[124:126], "little" if head[126:] == b"IM" else "big")
+    if number == 0x0100:
+        yield Mat5(path)
+    elif number == 0x0200:
+        with hdf5.opened(path) as file:
+            yield Mat73(path, file)
+    else:
+        raise UserError(
+            f"{printable(path)}: expected a .mat file of version 5 or 7.3 (save -v7, save -v7.3), "
+            "found another header"
         )
-        codes, class_names, numbers, images_as_targets = None, list(classes or []), None, None
-        if selection.labels is not None and len(selection.labels.shape) == 4:
-            name = selection.labels.name
-            images_as_targets = hdf5.rows_of(hdf5.dataset(file, name), name, "NCWH")
-        elif selection.labels is not None:
-            values = hdf5.dataset(file, selection.labels.name)[()].T
-            if _are_targets(values, selection, classes):
-                numbers = _numbers(values, selection)
-            else:
-                texts = selection.classes and names_73(file, path, selection.classes)
-                codes, class_names = _labels(path, selection, values, texts, classes)
-        now = stamp_of(path)
-        contents = hdf5.Contents(now, selection.count, rows, codes, class_names, images_as_targets)
-        return contents, numbers
-
-
-def _load_5(path, part, names, classes, labelled):
-    """Load a version 5 file; return (pixels, (labels, class names, targets))."""
-    selection = select_variables(path, mat5.variables(path), part, names, labelled)
-    values = mat5.load(path, [v for v in selection[:2] if v is not None])
-    pixels = values[selection.images.name]
-    pixels = pixels if pixels.ndim == 4 else pixels[:, :, None]
-    codes, class_names, targets = None, list(classes or []), None
-    if selection.labels is not None:
-        numbers = values[selection.labels.name]
-        if numbers.ndim == 4:
-            targets = _images_of(numbers)
-        elif _are_targets(numbers, selection, classes):
-            targets = _numbers(numbers, selection)
-        else:
-            texts = selection.classes and mat5.texts(path, selection.classes)
-            texts = texts and parse_class_names(texts, printable(path))
-            codes, class_names = _labels(path, selection, numbers, texts, classes)
-    return _images_of(pixels), (codes, class_names, targets)
-
-
-def _images_of(pixels):
-    """Transpose H x W x C x N pixels to (n, C, H, W), and convert floats to float32."""
-    if pixels.dtype != np.uint8:
-        with np.errstate(over="ignore"):  # `read_images` reports images with infinities
-            pixels = pixels.astype(np.float32)
-    return np.ascontiguousarray(pixels.transpose(3, 2, 0, 1))
 
 
 def _are_targets(values, selection, classes):
@@ -207,42 +228,11 @@ def _are_targets(values, selection, classes):
     return fractions or values.size != selection.count or (classes is not None and not len(classes))
 
 
-def _numbers(values, selection):
-    """Convert a MATLAB row, column or N x R matrix to float32 targets (n,) or (n, R)."""
-    with np.errstate(over="ignore"):
-        values = values.astype(np.float32)
-    return values.reshape(-1) if values.size == selection.count else values
-
-
-def version(path: str) -> str:
-    """Read the version of a .mat file, "7.3" or "5", from the first 128 bytes of the file.
-
-    Raises UserError if the file cannot be read, or if its header matches neither version.
-    """
-    try:
-        with open_binary(path) as file:
-            head = file.read(128)
-    except OSError as e:
-        raise unreadable(path, e) from None
-    if head[:6] == b"MATLAB" and len(head) == 128 and head[126:] in (b"IM", b"MI"):
-        number = int.from_bytes(head[124:126], "little" if head[126:] == b"IM" else "big")
-        if number in (0x0100, 0x0200):
-            return "5" if number == 0x0100 else "7.3"
-    raise UserError(
-        f"{printable(path)}: expected a .mat file of version 5 or 7.3 (save -v7, save -v7.3), "
-        "found another header"
-    )
-
-
-def has_test_part(path: str) -> bool:
-    """Return whether a .mat file holds both XTrain and XTest."""
-    if version(path) == "5":
-        variables = mat5.variables(path)
-    else:
-        with hdf5.opened(path) as file:
-            variables = variables_73(file)
-    names = {variable.name.lower() for variable in variables}
-    return "xtest" in names and "xtrain" in names
+def parts_of(path: str) -> list[str]:
+    """List the parts of a .mat file: "train", and "test" if it holds both XTrain and XTest."""
+    with _opened(path) as file:
+        names = {variable.name.lower() for variable in file.variables}
+    return ["train", "test"] if {"xtrain", "xtest"} <= names else ["train"]
 
 
 def select_variables(
@@ -259,18 +249,16 @@ def select_variables(
     variables of images and labels, which None in `names` stands for. `path` is for messages.
     """
     source = printable(path)
-    images = _find(path, variables, names[0]) if names[0] else _images(path, variables, part)
-    if images.kind not in ("uint8", *FLOATS) or len(images.shape) not in (3, 4):
+    images = _find_images(source, variables, part, names[0])
+    if images.kind not in PIXELS or len(images.shape) not in (3, 4):
         raise UserError(
             f"{source}: expected uint8, single or double H x W x C x N as images, found {images}"
         )
     count = images.shape[-1]
     labels = None
-    if names[1]:
-        labels = _find(path, variables, names[1])
-    elif part == "test" or labelled or len(variables) > 1:
-        labels = _labels_of(path, variables, images, count, labelled)
-    if labels is not None and labels.kind not in (*NUMBERS, *FLOATS, "logical"):
+    if names[1] or part == "test" or labelled or len(variables) > 1:
+        labels = _find_labels(source, variables, images, names[1], labelled)
+    if labels is not None and labels.kind not in NUMBERS:
         raise UserError(
             f"{source}: {labels}: expected numbers as labels; in MATLAB, save "
             f"double({labels.name}) and classes = categories({labels.name})"
@@ -294,67 +282,63 @@ def select_variables(
     return Selection(images, labels, classes[0] if len(classes) == 1 else None, count)
 
 
+def _is_vector(variable, count):
+    """Return whether a variable is a row or a column of `count` values."""
+    return (math.prod(variable.shape), max(variable.shape)) == (count, count)
+
+
 def _fits(labels, count):
     """Return whether a variable has one label, row of numbers or target image per image."""
     shape = labels.shape
     if len(shape) == 4:
         return shape[-1] == count and labels.kind in FLOATS
-    return (math.prod(shape), max(shape)) == (count, count) or (
-        len(shape) == 2 and shape[0] == count and shape[1] > 1
-    )
+    is_table = len(shape) == 2 and shape[0] == count and shape[1] > 1
+    return _is_vector(labels, count) or is_table
 
 
-def _find(path, variables, name):
-    """Return the variable with the given name. Raise UserError if it does not exist."""
-    for variable in variables:
-        if variable.name == name:
-            return variable
-    raise UserError(f"{printable(path)}: expected a variable {name}, found {_listing(variables)}")
+def _find(source, variables, name, default_names):
+    """Return the variable with the given name, else with the first default name that exists, or
+    None. Raise UserError if the given name does not exist.
+    """
+    by_name = {v.name if name else v.name.lower(): v for v in variables}
+    if name and name not in by_name:
+        raise UserError(f"{source}: expected a variable {name}, found {_listing(variables)}")
+    return next((by_name[n] for n in ([name] if name else default_names) if n in by_name), None)
 
 
-def _images(path, variables, part):
-    """Find the image variable by its default name, or else by its type and size."""
-    by_name = {variable.name.lower(): variable for variable in variables}
-    for name in IMAGES[part]:
-        if name in by_name:
-            return by_name[name]
-    fits = [v for v in variables if len(v.shape) in (3, 4) and v.kind in ("uint8", *FLOATS)]
-    if len(fits) != 1 or part == "test":
+def _find_images(source, variables, part, name):
+    """Find the image variable by its name, or else by its type and size."""
+    images = _find(source, variables, name, IMAGES[part])
+    fits = [v for v in variables if len(v.shape) in (3, 4) and v.kind in PIXELS]
+    if images is None and (len(fits) != 1 or part == "test"):
         raise UserError(
-            f"{printable(path)}: expected one variable of images, H x W x C x N of uint8, single "
+            f"{source}: expected one variable of images, H x W x C x N of uint8, single "
             f"or double, or the name {IMAGES[part][0].replace('xt', 'XT')}; found "
             f"{_listing(variables)}"
         )
-    return fits[0]
+    return images or fits[0]
 
 
-def _labels_of(path, variables, images, count, labelled):
-    """Find the label variable by its default name, or else by its type and size.
+def _find_labels(source, variables, images, name, labelled):
+    """Find the label variable by its name, or else by its type and size.
 
     Return None if there is no such variable and `labelled` is False.
     """
-    by_name = {variable.name.lower(): variable for variable in variables}
-    for name in LABELS.get(images.name.lower(), ()):
-        if name in by_name:
-            return by_name[name]
-    label_names = {name for names in LABELS.values() for name in names}
-    numeric = (*NUMBERS, *FLOATS, "logical")
-    fits = [
-        v
-        for v in variables
-        if v.kind in numeric
-        and v is not images
-        and (math.prod(v.shape), max(v.shape)) == (count, count)
-    ]
+    count = images.shape[-1]
+    labels = _find(source, variables, name, LABELS.get(images.name.lower(), ()))
+    if labels is not None:
+        return labels
+    others = [v for v in variables if v is not images]
+    fits = [v for v in others if v.kind in NUMBERS and _is_vector(v, count)]
     if len(fits) == 1:
         return fits[0]
-    unusable = [v for v in variables if v.kind not in numeric and v.name.lower() in label_names]
-    if len(fits) > 1 or (labelled and not unusable):
+    unusable = [v for v in others if v.kind not in NUMBERS and v.name.lower() in LABEL_NAMES]
+    if fits or (labelled and not unusable):
         raise UserError(
-            f"{printable(path)}: expected one variable of {count} labels for {images}, found "
+            f"{source}: expected one variable of {count} labels for {images}, found "
             f"{_listing(fits or variables)}"
         )
-    return unusable[0] if unusable and labelled else None  # the caller reports this variable
+    return unusable[0] if labelled else None  # the caller reports this variable
 
 
 def _listing(variables):
@@ -378,14 +362,14 @@ def _labels(path, selection, values, names, classes):
         return align_labels(codes - first, names, classes, source)
     if classes is not None:
         index = {name: i for i, name in enumerate(classes)}
-        used = np.unique(codes)
-        unknown = [int(code) for code in used[:100000] if str(code) not in index]
-        if unknown:
+        used, places = np.unique(codes, return_inverse=True)
+        unknown = next((code for code in used[:100000].tolist() if str(code) not in index), None)
+        if unknown is not None:
             raise UserError(
-                f"{source}: label {unknown[0]} is not one of the classes "
-                f"({', '.join(map(printable, classes))}): also save a cell array named classes"
+                f"{source}: label {unknown} is not one of the classes ({name_list(classes)}): "
+                "also save a cell array named classes"
             )
-        return np.array([index[str(c)] for c in used])[np.searchsorted(used, codes)], list(classes)
+        return np.array([index[str(code)] for code in used])[places], list(classes)
     if low not in (0, 1):
         raise UserError(
             f"{source}: expected labels that start at 0 or 1, found {low} to {high}: the "
@@ -395,55 +379,13 @@ def _labels(path, selection, values, names, classes):
     return codes, [str(int(number) + low) for number in numbers]
 
 
-def variables_73(file: h5py.File) -> list[Variable]:
-    """List the variables of an open version 7.3 file."""
-    import h5py
-
-    variables = []
-    for name in file:
-        link = file.get(name, getlink=True)
-        if name.startswith("#") or not isinstance(link, h5py.HardLink):
-            continue
-        stored = file[name]
-        if isinstance(stored, h5py.Dataset) and stored.shape is not None:
-            kind = hdf5.attribute(stored, "MATLAB_class")
-            kind = printable(kind[:40]) if isinstance(kind, bytes) else "unknown"
-            variables.append(Variable(name, tuple(int(n) for n in stored.shape[::-1]), kind))
-    return variables
-
-
-def names_73(file: h5py.File, path: str, variable: Variable) -> list[str]:
-    """Return the class names in a cell array of an open version 7.3 file.
-
-    Each cell is a reference to a dataset of UTF-16 characters.
-    """
-    import h5py
-
-    stored = file[variable.name]
-    if variable.kind != "cell" or stored.dtype != h5py.ref_dtype or stored.size > 1 << 16:
-        raise UserError(
-            f"{printable(path)}: expected class names as a cell array, found {variable}"
-        )
-    names = []
-    for reference in stored[()].reshape(-1):
-        text = file[reference]
-        if not isinstance(text, h5py.Dataset) or text.dtype != np.uint16 or text.size > MAX_NAME:
-            raise UserError(
-                f"{printable(path)}: {printable(variable.name)}: expected character vectors"
-            )
-        names.append(text[()].astype("<u2").tobytes().decode("utf-16-le", "replace"))
-    return parse_class_names(names, printable(path))
-
-
-FORMAT = format_of_parts(
+FORMAT = opened_by(
+    mat_file,
     "mat",
     recognizes=lambda path, head, option: (
         head.startswith(b"MATLAB") or path.lower().endswith(".mat")
     ),
-    open_part=lambda path, part, world, options: mat_file(
-        path, world, part, classes=options.classes, labelled=options.labelled
-    ),
-    parts=lambda path: ["train", "test"] if has_test_part(path) else ["train"],
+    parts=parts_of,
     noun="a .mat file",
     suffixes=(".mat",),
 )

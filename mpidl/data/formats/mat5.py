@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import zlib
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from mpidl.data.storage.paths import open_binary, stamp_of
+from mpidl.data.storage.paths import open_binary, reading, stamp_of
 from mpidl.errors import UserError
-from mpidl.files import unreadable
 from mpidl.text import printable
 
+T = TypeVar("T")
 RATIO = 1032  # maximum compression ratio of deflate
 MAX_TEXTS = 1 << 24  # maximum size of a cell array in bytes
 MOST_DIMENSIONS = 8
@@ -47,33 +46,7 @@ class Variable(NamedTuple):
         return f"{printable(self.name)} ({'x'.join(map(str, self.shape))} {self.kind})"
 
 
-def variables(path: str | os.PathLike) -> list[Variable]:
-    """List the variables of a file without reading their values."""
-    result = []
-    for element in _top(path):
-        variable = _variable(path, element)
-        if variable is not None and variable.name:
-            result.append(variable)
-    return result
-
-
-def load(path: str | os.PathLike, numeric: Sequence[Variable]) -> dict[str, np.ndarray]:
-    """Read numeric variables and return {name: array}.
-
-    Raises UserError if the file is damaged, or has no variable with the given name, size and class.
-    """
-    return {variable.name: _read(path, variable, _numbers) for variable in numeric}
-
-
-def texts(path: str | os.PathLike, variable: Variable) -> list[str]:
-    """Read a cell array of character vectors and return them as strings.
-
-    Raises UserError if a cell is not a character array, or if the file is damaged.
-    """
-    return _read(path, variable, _texts)
-
-
-class _Element(NamedTuple):
+class Element(NamedTuple):
     """An element of a file: its byte order, its type, and the offset and length of its value."""
 
     order: Order
@@ -82,82 +55,95 @@ class _Element(NamedTuple):
     length: int
 
 
-def _top(path):
-    """List the top-level elements of a file. Raise UserError if the file is truncated."""
-    elements = []
-    try:
-        with open_binary(path) as file:
-            size = stamp_of(path).size
+class Mat5:
+    """A version 5 file. Construction lists the variables without reading their values.
+
+    Raises UserError if the file is truncated or damaged.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self._elements: dict[Variable, Element] = {}
+        with reading(path):
+            for element in self._top():
+                data, _ = self._value(element, HEAD)
+                try:
+                    variable, _ = _matrix(data, element.order)
+                except ValueError:
+                    raise UserError(
+                        f"{printable(path)}: expected a variable at {element.start}, found none"
+                    ) from None
+                if variable.name:
+                    self._elements.setdefault(variable, element)
+        self.variables = list(self._elements)
+
+    def numbers(self, variable: Variable) -> np.ndarray:
+        """Read a numeric variable. Raise UserError if it is too large for the file, or damaged."""
+        nbytes = math.prod(variable.shape) * 8
+        if nbytes <= 8 * RATIO * self._elements[variable].length:
+            values = self._read(variable, nbytes, _numbers)
+            if values is not None:
+                return values
+        raise UserError(
+            f"{printable(self.path)}: {variable}: expected as many numbers, found others"
+        )
+
+    def images(self, variable: Variable) -> np.ndarray:
+        """Read H x W x C x N or H x W x N pixels as (n, C, H, W), floats as float32."""
+        pixels = self.numbers(variable)
+        if pixels.dtype != np.uint8:
+            with np.errstate(over="ignore"):  # `read_images` reports images with infinities
+                pixels = pixels.astype(np.float32)
+        pixels = pixels if pixels.ndim == 4 else pixels[:, :, None]
+        return np.ascontiguousarray(pixels.transpose(3, 2, 0, 1))
+
+    def texts(self, variable: Variable) -> list[str]:
+        """Read a cell array of character vectors. Raise UserError if it holds anything else."""
+        texts = self._read(variable, MAX_TEXTS, _texts)
+        if texts is None:
+            raise UserError(
+                f"{printable(self.path)}: {variable}: expected class names as a cell array of "
+                "character vectors, found others"
+            )
+        return texts
+
+    def _read(self, variable: Variable, nbytes: int, read: Callable[[bytes, Order], T]) -> T | None:
+        """Call ``read(data, order)`` on the bytes of a variable. Return None if it fails."""
+        element = self._elements[variable]
+        with reading(self.path):
+            data, is_complete = self._value(element, nbytes + HEAD)
+        try:
+            return read(data, element.order) if is_complete else None
+        except (ValueError, LookupError, MemoryError):
+            return None
+
+    def _top(self) -> Iterator[Element]:
+        """Yield the matrices of the file. Raise UserError if the file is truncated."""
+        size, offset = stamp_of(self.path).size, 128
+        with open_binary(self.path) as file:
             order: Order = "little" if file.read(128)[126:] == b"IM" else "big"
-            offset = 128
             while offset < size:
                 file.seek(offset)
                 head = file.read(8)
                 kind, length = (int.from_bytes(head[i : i + 4], order) for i in (0, 4))
                 if len(head) < 8 or offset + 8 + length > size:
                     raise UserError(
-                        f"{printable(path)}: expected {length} bytes at {offset}, found the end "
-                        "of the file: it is truncated"
+                        f"{printable(self.path)}: expected {length} bytes at {offset}, found the "
+                        "end of the file: it is truncated"
                     )
-                elements.append(_Element(order, kind, offset + 8, length))
+                if kind in (MATRIX, COMPRESSED):
+                    yield Element(order, kind, offset + 8, length)
                 offset += 8 + length
-    except OSError as e:
-        raise unreadable(path, e) from None
-    return elements
 
-
-def _value(path, element, max_bytes):
-    """Return the first `max_bytes` bytes of a matrix, and whether the matrix is complete.
-
-    A compressed matrix is decompressed.
-    """
-    try:
-        with open_binary(path) as file:
+    def _value(self, element: Element, max_bytes: int) -> tuple[bytes, bool]:
+        """Return the first bytes of a matrix, decompressed, and whether the matrix is complete."""
+        with open_binary(self.path) as file:
             file.seek(element.start)
             if element.kind != COMPRESSED:
                 return file.read(min(element.length, max_bytes)), element.length <= max_bytes
             stream = zlib.decompressobj()
             data = stream.decompress(file.read(element.length), max_bytes + 8)
             return data[8:], stream.eof  # skip the tag of the matrix
-    except (OSError, MemoryError, zlib.error) as e:
-        raise unreadable(path, e) from None
-
-
-def _variable(path, element):
-    """Return the Variable that an element holds, or None if the element is not a matrix."""
-    if element.kind not in (MATRIX, COMPRESSED):
-        return None
-    data, _ = _value(path, element, HEAD)
-    try:
-        return _matrix(data, element.order)[0]
-    except ValueError:
-        raise UserError(
-            f"{printable(path)}: expected a variable at {element.start}, found none"
-        ) from None
-
-
-def _read(path, variable, read):
-    """Call ``read(data, order)`` on the bytes of a variable and return the result.
-
-    `read` is `_numbers` or `_texts`. Raises UserError if the variable is missing, is too large for
-    the file, or has a class that `read` rejects.
-    """
-    for element in _top(path):
-        if _variable(path, element) != variable:
-            continue
-        max_bytes = math.prod(variable.shape) * 8 if read is _numbers else MAX_TEXTS
-        if max_bytes > 8 * RATIO * element.length and read is _numbers:
-            break
-        data, complete = _value(path, element, max_bytes + HEAD)
-        try:
-            if complete:
-                return read(data, element.order)
-        except (ValueError, LookupError, MemoryError):
-            break
-    expected = (
-        "class names as a cell array of character vectors" if read is _texts else "as many numbers"
-    )
-    raise UserError(f"{printable(path)}: {variable}: expected {expected}, found others")
 
 
 def _elements(data, order):
@@ -218,11 +204,9 @@ def _texts(data, order):
     Raises ValueError if the bytes do not encode a cell array of character vectors.
     """
     variable, cells = _matrix(data, order)
-    if variable.kind != "cell":
-        raise ValueError("no cell array")
     result = [_text(value, order) for _, value in cells]
-    if len(result) != math.prod(variable.shape):
-        raise ValueError("another size")
+    if variable.kind != "cell" or len(result) != math.prod(variable.shape):
+        raise ValueError("no cell array of this size")
     return result
 
 

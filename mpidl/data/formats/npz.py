@@ -21,13 +21,12 @@ from mpidl.data.array_datastore import (
     label_names,
     label_numbers,
 )
-from mpidl.data.formats.format import World, format_of_parts
+from mpidl.data.formats.format import World, opened_by
 from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.loading.node_memory import once_per_node
-from mpidl.data.storage.paths import open_binary, stamp_of
-from mpidl.errors import StorageFault, UserError
-from mpidl.files import unreadable
-from mpidl.text import printable, sorted_classes
+from mpidl.data.storage.paths import open_binary, reading, stamp_of
+from mpidl.errors import UserError
+from mpidl.text import name_list, printable, sorted_classes
 
 ARRAYS = {
     "train": ("images", "labels", "targets"),
@@ -91,35 +90,31 @@ def npz_file(
 
     def load():
         with _opened(path) as archive:
-            images = _load_images(archive, path, images_name)
-            names = None
-            if _has(archive, CLASSES):
-                names = parse_class_names(
-                    _load(archive, path, CLASSES, "US", "strings"), printable(path)
-                )
-            if not _has(archive, labels_name):
-                targets = None
-                if _has(archive, targets_name):
-                    targets = _load(archive, path, targets_name, "biuf", "numbers")
-                    source = f"{printable(path)}: {targets_name}"
-                    targets = checked_targets(targets, len(images), source)
-                elif labelled:
-                    raise _missing(archive, path, labels_name)
-                return images, (None, list(classes or names or []), targets)
-            source = f"{printable(path)}: {labels_name}"
-            shape, _ = _header(archive, path, labels_name)
-            if math.prod(shape) != len(images):
-                raise UserError(
-                    f"{source}: expected one label per image, shape ({len(images)},), found shape "
-                    f"{shape}"
-                )
-            values = _load(archive, path, labels_name, "biufSU", "whole numbers or class names")
-            if (texts := label_names(values)) is not None:
-                names = names or list(classes or sorted_classes(texts))
-                labels = label_numbers(texts, names, source)
-            else:
-                labels = integer_labels(values, len(images), source)
-            return images, (*align_labels(labels, names, classes, source), None)
+            images = archive.images(images_name)
+            names, targets, source = None, None, archive.place(labels_name)
+            if CLASSES in archive:
+                texts = archive.load(CLASSES, "US", "strings")
+                names = parse_class_names(texts, printable(path))
+            if labels_name in archive:
+                shape, _ = archive.header(labels_name)
+                if math.prod(shape) != len(images):
+                    raise UserError(
+                        f"{source}: expected one label per image, shape ({len(images)},), found "
+                        f"shape {shape}"
+                    )
+                values = archive.load(labels_name, "biufSU", "whole numbers or class names")
+                if (words := label_names(values)) is not None:
+                    names = names or list(classes or sorted_classes(words))
+                    labels = label_numbers(words, names, source)
+                else:
+                    labels = integer_labels(values, len(images), source)
+                return images, (*align_labels(labels, names, classes, source), None)
+            if targets_name in archive:
+                targets = archive.load(targets_name, "biuf", "numbers")
+                targets = checked_targets(targets, len(images), archive.place(targets_name))
+            elif labelled:
+                raise archive.missing(labels_name)
+            return images, (None, list(classes or names or []), targets)
 
     images, (labels, class_names, targets) = once_per_node(world, load, path)
     source, names = printable(path) + (", test" if part == "test" else ""), class_names or None
@@ -129,108 +124,100 @@ def npz_file(
 def parts_of(path: str) -> list[str]:
     """List the parts of an .npz file: "train", "test" or both."""
     with _opened(path) as archive:
-        return [part for part, (images, *_) in ARRAYS.items() if _has(archive, images)]
+        return [part for part, (images, *_) in ARRAYS.items() if images in archive]
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[np.lib.npyio.NpzFile]:
+def _opened(path: str) -> Iterator[_Archive]:
     """Open an archive of arrays, and convert exceptions caused by damage to a UserError."""
-    try:
-        with open_binary(path) as file:
-            if file.read(4) not in ZIP_SIGNATURES:
-                raise UserError(
-                    f"{printable(path)}: expected an .npz file (a zip archive of arrays), found "
-                    "another kind of file"
-                )
-        with open_binary(path) as file, np.load(file, allow_pickle=False) as archive:
-            yield archive
-    except (UserError, StorageFault):
-        raise
-    except Exception as e:  # OSError, BadZipFile, zlib.error, ValueError, MemoryError, ...
-        raise unreadable(path, e) from None
+    with reading(path), open_binary(path) as file:
+        if file.read(4) not in ZIP_SIGNATURES:
+            raise UserError(
+                f"{printable(path)}: expected an .npz file (a zip archive of arrays), found "
+                "another kind of file"
+            )
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as arrays:
+            yield _Archive(path, arrays)
 
 
-def _has(archive: np.lib.npyio.NpzFile, name: str) -> bool:
-    return f"{name}.npy" in archive.zip.namelist()
+class _Archive:
+    """An open archive, which loads an array only if its header agrees with the archive's sizes."""
+
+    def __init__(self, path: str, arrays: np.lib.npyio.NpzFile):
+        self.path, self.arrays = path, arrays
+
+    def place(self, name: str) -> str:
+        """Return the beginning of a message about an array."""
+        return f"{printable(self.path)}: {name}"
+
+    def __contains__(self, name: str) -> bool:
+        return f"{name}.npy" in self.arrays.zip.namelist()
+
+    def missing(self, name: str) -> UserError:
+        """Return the error that an array is missing."""
+        found = name_list(self.arrays.files) or "nothing"
+        return UserError(f"{printable(self.path)}: expected an array {name}; found {found}")
+
+    def header(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
+        """Return the shape and dtype of an array, after comparing them with the archive's sizes."""
+        if name not in self:
+            raise self.missing(name)
+        source, info = self.place(name), self.arrays.zip.getinfo(f"{name}.npy")
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise UserError(
+                f"{source}: expected an array that is stored or deflated, found another "
+                "compression method"
+            )
+        with self.arrays.zip.open(info) as member:
+            version = np.lib.format.read_magic(member)
+            if version not in HEADER_READERS:
+                raise UserError(f"{source}: expected numbers or strings, found another type")
+            shape, _, dtype = HEADER_READERS[version](member)
+            header_bytes = member.tell()
+        if dtype.hasobject:
+            raise UserError(
+                f"{source}: expected numbers or strings, found Python objects, whose pickles are "
+                "never read because they can run arbitrary code"
+            )
+        expected = header_bytes + math.prod(shape) * dtype.itemsize
+        stored = min(info.compress_size, stamp_of(self.path).size)
+        if min(shape, default=0) < 0 or expected != info.file_size:
+            raise UserError(
+                f"{source}: expected {expected} bytes for its shape {shape}, found {info.file_size}"
+            )
+        if expected > DEFLATE_RATIO * stored + 4096:
+            raise UserError(
+                f"{source}: its shape {shape} needs {expected} bytes, but the file holds only "
+                f"{stored} bytes of data: it is truncated"
+            )
+        return shape, dtype
+
+    def load(self, name: str, kinds: str, noun: str) -> np.ndarray:
+        """Load an array, whose `dtype.kind` must be one of `kinds`; `noun` describes them."""
+        _, dtype = self.header(name)
+        if dtype.kind not in kinds:
+            raise UserError(f"{self.place(name)}: expected {noun}, found {dtype}")
+        return self.arrays[name]
+
+    def images(self, name: str) -> np.ndarray:
+        """Load images of uint8 or floats as (n, C, H, W)."""
+        (shape, dtype), source = self.header(name), self.place(name)
+        if dtype != np.uint8 and dtype.kind != "f":
+            raise UserError(f"{source}: expected uint8 (pixels 0 to 255) or floats, found {dtype}")
+        if len(shape) not in (3, 4):
+            raise UserError(f"{source}: expected (n, C, H, W) or (n, H, W), found {shape}")
+        check_channels_first(shape, source)
+        if not math.prod(shape):
+            raise UserError(f"{source}: expected images, found none (shape {shape})")
+        images = self.arrays[name]
+        return images[:, None] if images.ndim == 3 else images
 
 
-def _missing(archive: np.lib.npyio.NpzFile, path: str, name: str) -> UserError:
-    names = [printable(file) for file in archive.files[:9]]
-    ellipsis = ", ..." if len(archive.files) > len(names) else ""
-    listing = ", ".join(names) + ellipsis if names else "nothing"
-    return UserError(f"{printable(path)}: expected an array {name}; found {listing}")
-
-
-def _header(
-    archive: np.lib.npyio.NpzFile, path: str, name: str
-) -> tuple[tuple[int, ...], np.dtype]:
-    """Read the shape and dtype of an array, and check them against the sizes in the archive."""
-    source = f"{printable(path)}: {name}"
-    if not _has(archive, name):
-        raise _missing(archive, path, name)
-    info = archive.zip.getinfo(f"{name}.npy")
-    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise UserError(
-            f"{source}: expected an array that is stored or deflated, found another compression "
-            "method"
-        )
-    with archive.zip.open(info) as member:
-        version = np.lib.format.read_magic(member)
-        if version not in HEADER_READERS:
-            raise UserError(f"{source}: expected numbers or strings, found another type")
-        shape, _, dtype = HEADER_READERS[version](member)
-        header_bytes = member.tell()
-    if dtype.hasobject:
-        raise UserError(
-            f"{source}: expected numbers or strings, found Python objects, whose pickles are "
-            "never read because they can run arbitrary code"
-        )
-    expected = header_bytes + math.prod(shape) * dtype.itemsize
-    stored = min(info.compress_size, stamp_of(path).size)
-    if min(shape, default=0) < 0 or expected != info.file_size:
-        raise UserError(
-            f"{source}: expected {expected} bytes for its shape {shape}, found {info.file_size}"
-        )
-    if expected > DEFLATE_RATIO * stored + 4096:
-        raise UserError(
-            f"{source}: its shape {shape} needs {expected} bytes, but the file holds only {stored} "
-            "bytes of data: it is truncated"
-        )
-    return shape, dtype
-
-
-def _load(archive: np.lib.npyio.NpzFile, path: str, name: str, kinds: str, noun: str) -> np.ndarray:
-    """Read an array and check its dtype.
-
-    `kinds` contains the valid values of `dtype.kind`, and `noun` describes them in the message.
-    """
-    _, dtype = _header(archive, path, name)
-    if dtype.kind not in kinds:
-        raise UserError(f"{printable(path)}: {name}: expected {noun}, found {dtype}")
-    return archive[name]
-
-
-def _load_images(archive: np.lib.npyio.NpzFile, path: str, name: str) -> np.ndarray:
-    """Read the images as (n, C, H, W) of uint8 or floats, and check their shape and type."""
-    source = f"{printable(path)}: {name}"
-    shape, dtype = _header(archive, path, name)
-    if dtype != np.uint8 and dtype.kind != "f":
-        raise UserError(f"{source}: expected uint8 (pixels 0 to 255) or floats, found {dtype}")
-    if len(shape) not in (3, 4):
-        raise UserError(f"{source}: expected (n, C, H, W) or (n, H, W), found {shape}")
-    check_channels_first(shape, source)
-    if not math.prod(shape):
-        raise UserError(f"{source}: expected images, found none (shape {shape})")
-    images = archive[name]
-    return images[:, None] if images.ndim == 3 else images
-
-
-FORMAT = format_of_parts(
+FORMAT = opened_by(
+    npz_file,
     "npz",
     recognizes=lambda path, head, option: path.lower().endswith(".npz"),
-    open_part=lambda path, part, world, options: npz_file(
-        path, world, part, classes=options.classes, labelled=options.labelled
-    ),
     parts=parts_of,
     noun="an .npz file",
     suffixes=(".npz",),

@@ -75,8 +75,8 @@ FORMAT_NAME, FORMAT_VERSIONS = "mpidl packed", (1, 2)
 PARTS = ("train", "test")
 SMALL = ("labels", "checksums", "names", "name_ends", "ends", "shard_rows")  # covered by sha256
 LARGE = ("images", "encoded", "targets")  # covered by the checksums
+DTYPES = {"images": ("uint8", "float32"), "encoded": ("uint8",), "targets": ("float32", "int32")}
 SHARD_SIZES = "shard_sizes"
-IMAGE_DTYPES, TARGET_DTYPES = ("uint8", "float32"), ("float32", "int32")
 
 
 class Contents(NamedTuple):
@@ -115,7 +115,7 @@ def checksum(*parts: np.ndarray | bytes) -> bytes:
 def is_packed(path: str) -> bool:
     """Return whether an HDF5 file is a packed set."""
     with hdf5.opened(path) as file:
-        return text_of(hdf5.attribute(file, "format")) == FORMAT_NAME
+        return text_of(file, "format") == FORMAT_NAME
 
 
 def parts_of(path: str) -> list[str]:
@@ -134,7 +134,7 @@ def files_of(path: str) -> list[str]:
 def check_format(file: h5py.File) -> None:
     """Raise UserError if an open HDF5 file is not a packed set, or if its checksum is wrong."""
     source = printable(file.filename)
-    if text_of(hdf5.attribute(file, "format")) != FORMAT_NAME:
+    if text_of(file, "format") != FORMAT_NAME:
         raise UserError(
             f"{source}: expected a file written by python -m mpidl.pack, found another HDF5 file"
         )
@@ -145,7 +145,7 @@ def check_format(file: h5py.File) -> None:
             f"{source}: its format_version is {text}, but this version of mpidl reads "
             f"{' and '.join(map(str, FORMAT_VERSIONS))}"
         )
-    if text_of(hdf5.attribute(file, "sha256")) != content(file):
+    if text_of(file, "sha256") != content(file):
         raise UserError(f"{source}: the content does not match its checksum")
 
 
@@ -158,89 +158,72 @@ def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: 
         check_format(file)
         if part not in file:
             raise UserError(f"{source}: expected a part {part}; found {hdf5.listed(file)}")
-        now = stamp_of(path)
-        group = file[part]
-        if SHARD_SIZES in file:
-            files, stamps = _shards(file, path)
-            count, rows = _sharded_rows(file, part, [stamp.size for stamp in stamps])
-        else:
-            files, stamps = [path], [now]
-            rows = {name: _rows(file, part, name, now) for name in LARGE if name in group}
-            count = len(rows["encoded"].ends) if "encoded" in rows else len(group.get("images", ()))
-            if "targets" in rows and len(group["targets"]) != count:
-                raise UserError(f"{source}: {part}: expected targets of {count} images")
-        images = rows.get("images")
-        if "encoded" not in rows and (images is None or len(images.shape) != 3):
-            raise UserError(f"{source}: {part}: expected images (n, C, H, W)")
-        labels = None
-        class_names = parse_class_names(text_of(hdf5.attribute(file, "classes")), source)
+        now, group, source = stamp_of(path), file[part], f"{source}: {part}"
+        files, stamps = _shards(file, path) if SHARD_SIZES in file else ([path], [now])
+        count, rows = _rows(file, part, [stamp.size for stamp in stamps])
+        labels, class_names = None, parse_class_names(text_of(file, "classes"), source)
         if "labels" in group:
             labels = hdf5.dataset(file, f"{part}/labels")[()]
             labels, class_names = align_labels(labels, class_names, classes, source)
         elif labelled and "targets" not in rows:
-            raise UserError(f"{source}: {part}: expected labels, found none")
-        names = _names(file, part, count, source) if "names" in group else None
+            raise UserError(f"{source}: expected labels, found none")
         step = int(hdf5.attribute(group, "chunk_images"))
         sums = hdf5.dataset(file, f"{part}/checksums")[()]
         first = next(iter(rows.values())).first
-        if step < 1 or sums.shape != (_chunk_count(first, count, step), 32):
-            raise UserError(f"{source}: {part}: expected checksums and labels of {count} images")
-        if labels is not None and len(labels) != count:
-            raise UserError(f"{source}: {part}: expected checksums and labels of {count} images")
-        fingerprint, of_files = _fingerprints(group, f"{source}: {part}")
-        preprocess = _preprocess(group, f"{source}: {part}")
-    image_shape = rows["images"].shape if images is not None else ()
-    contents = Contents(
-        stamp=now,
-        files=files,
-        stamps=stamps,
-        count=count,
-        image_shape=image_shape,
-        rows=rows,
-        labels=labels,
-        classes=class_names,
-        names=names,
-        fingerprint=fingerprint,
-        files_fingerprint=of_files,
-        chunk_images=step,
-        checksums=sums,
-        preprocess=preprocess,
-    )
-    return contents if image_shape else _with_first_image(contents, source)
-
-
-def _fingerprints(group, place):
-    """Return the fingerprints of the part and, unless it is None, of the files it was made of."""
-    fingerprint, of_files = (
-        text_of(hdf5.attribute(group, name)) for name in ("fingerprint", "files_fingerprint")
-    )
-    for digits in (fingerprint, fingerprint if of_files is None else of_files):
-        if not isinstance(digits, str) or not re.fullmatch("[0-9a-f]{64}", digits):
-            raise UserError(f"{place}: expected a fingerprint of 64 digits")
-    return fingerprint, of_files
-
-
-def _names(file, part, count, source):
-    """Check the names of the images, and return (their file offset, the end of each name)."""
-    stored = hdf5.dataset(file, f"{part}/names")
-    ends = hdf5.dataset(file, f"{part}/name_ends")[()]
-    valid = stored.id.get_offset() is not None and ends.shape == (count,)
-    if not valid or ends[-1] != stored.nbytes or (np.diff(ends, prepend=0) < 0).any():
-        raise UserError(f"{source}: {part}: expected the names of {count} images")
-    return int(stored.id.get_offset()), ends
-
-
-def _with_first_image(contents, source):
-    """Decode the first image, and return the Contents with its shape."""
-    span = contents.rows["encoded"].spans(np.arange(1))
-    (content,) = FileSet(contents.files, contents.stamps).read_ranges(*span)
-    pixels, _ = decode(f"{source}: image 0", content=content)
+        chunk_count = sum(-(-n // max(step, 1)) for n in np.diff(first, append=count).tolist())
+        is_valid = step >= 1 and sums.shape == (chunk_count, 32)
+        is_valid = is_valid and (labels is None or len(labels) == count)
+        _expect(is_valid, file, part, f"checksums and labels of {count} images")
+        fingerprint, of_files = (text_of(group, n) for n in ("fingerprint", "files_fingerprint"))
+        is_valid = _is_sha256(fingerprint) and (of_files is None or _is_sha256(of_files))
+        _expect(is_valid, file, part, "a fingerprint of 64 digits")
+        contents = Contents(
+            stamp=now,
+            files=files,
+            stamps=stamps,
+            count=count,
+            image_shape=rows["images"].shape if "images" in rows else (),
+            rows=rows,
+            labels=labels,
+            classes=class_names,
+            names=_names(file, part, count) if "names" in group else None,
+            fingerprint=fingerprint,
+            files_fingerprint=of_files,
+            chunk_images=step,
+            checksums=sums,
+            preprocess=_preprocess(group, source),
+        )
+    if "images" in rows:
+        return contents
+    (encoded,) = FileSet(files, stamps).read_ranges(*rows["encoded"].spans(np.arange(1)))
+    pixels, _ = decode(f"{printable(path)}: image 0", content=encoded)
     return contents._replace(image_shape=pixels.shape)
 
 
-def _chunk_count(first, count, step):
-    edges = [*first.tolist(), count]
-    return sum(-(-(b - a) // step) for a, b in zip(edges[:-1], edges[1:], strict=True))
+def _expect(is_valid: object, file: h5py.File, part: str, what: str) -> None:
+    """Raise UserError unless a part of a description is valid."""
+    if not is_valid:
+        raise UserError(f"{printable(file.filename)}: {part}: expected {what}")
+
+
+def text_of(holder: h5py.Group, name: str) -> Any:
+    """Return the value of an attribute, decoded if it is a text, or None."""
+    value = hdf5.attribute(holder, name)
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def _is_sha256(text: object) -> bool:
+    return isinstance(text, str) and re.fullmatch("[0-9a-f]{64}", text) is not None
+
+
+def _names(file, part, count):
+    """Check the names of the images, and return (their file offset, the end of each name)."""
+    stored = hdf5.dataset(file, f"{part}/names")
+    ends, offset = hdf5.dataset(file, f"{part}/name_ends")[()], stored.id.get_offset()
+    is_valid = offset is not None and ends.shape == (count,) and ends[-1] == stored.nbytes
+    is_valid = is_valid and (np.diff(ends, prepend=0) >= 0).all()
+    _expect(is_valid, file, part, f"the names of {count} images")
+    return int(offset), ends
 
 
 def _shards(file, path):
@@ -249,124 +232,81 @@ def _shards(file, path):
     Raises UserError if the description of the shards is invalid, or if a shard is missing or
     belongs to another set.
     """
-    source = printable(path)
     sizes = hdf5.dataset(file, SHARD_SIZES)[()]
-    stem, identity = (text_of(hdf5.attribute(file, name)) for name in ("shards", "shard_id"))
+    stem, identity = text_of(file, "shards"), text_of(file, "shard_id")
     is_valid = sizes.ndim == 1 and 1 <= len(sizes) <= MAX_SHARDS and sizes.dtype == np.int64
-    is_valid = is_valid and isinstance(stem, str) and isinstance(identity, str)
     # The names of shards must not refer to other folders.
-    is_valid = is_valid and bool(stem) and os.path.basename(stem) == stem and "\0" not in stem
-    if not is_valid or not re.fullmatch("[0-9a-f]{64}", identity):
-        raise UserError(f"{source}: expected a description of shards")
+    is_name = bool(stem) and os.path.basename(stem) == stem and "\0" not in stem
+    _expect(is_valid and is_name and _is_sha256(identity), file, SHARD_SIZES, "shards")
     paths = shard_paths(path, stem, len(sizes))
     return paths, check_shards(paths, sizes.tolist(), bytes.fromhex(identity))
 
 
-def _sharded_rows(file, part, sizes):
-    """Return the number of images of a part of a sharded set, and its Rows.
+def _rows(file, part, sizes):
+    """Return the number of images of a part, and {name: Rows} of its images and targets.
 
-    Raises UserError if the description is invalid, or entries extend past the end of a shard.
+    Raises UserError if the description is invalid, or if an entry is outside the files, whose sizes
+    are given. Other exceptions that an invalid description causes become a UserError in `opened`.
     """
-    source, group = f"{printable(file.filename)}: {part}", file[part]
-    table = hdf5.dataset(file, f"{part}/shard_rows")[()]
-    try:
-        entries = json.loads(text_of(hdf5.attribute(group, "entries")))
-        count = entries["count"]
-        kinds = {name: entries[name] for name in ("images", "targets") if name in entries}
-        kinds = {name: (tuple(kind["shape"]), str(kind["dtype"])) for name, kind in kinds.items()}
-        is_valid = all(
-            type(n) is int and n > 0 for n in (count, *sum((k[0] for k in kinds.values()), ()))
-        )
-        is_valid = is_valid and all(
-            dtype in (IMAGE_DTYPES if name == "images" else TARGET_DTYPES)
-            for name, (_, dtype) in kinds.items()
-        )
-    except (TypeError, ValueError, KeyError, RecursionError):
-        is_valid = False
-    is_valid = is_valid and table.shape == (len(sizes), 3) and table.dtype == np.int64
-    if is_valid:
-        first = table[:, 0]
-        is_valid = first[0] == 0 and (np.diff(first) >= 0).all() and first[-1] <= count
-    if not is_valid or ("images" in kinds) == ("ends" in group):
-        raise UserError(f"{source}: expected a description of entries in shards")
-    rows = {}
-    if "images" not in kinds:
-        ends = _ends(file, part)
-        if len(ends) != count:
-            raise UserError(f"{source}: expected the ends of {count} images")
-        rows["encoded"] = Rows((), np.dtype(np.uint8), ends, first, table[:, 1])
+
+    def expect(is_valid):
+        _expect(is_valid, file, part, "images and targets as mpidl.pack describes them")
+
+    group = file[part]
+    ends = hdf5.dataset(file, f"{part}/ends")[()] if "ends" in group else None
+    if SHARD_SIZES in file:
+        entries = json.loads(text_of(group, "entries"))
+        count, table = entries.pop("count"), hdf5.dataset(file, f"{part}/shard_rows")[()]
+        expect(type(count) is int and table.shape == (len(sizes), 3) and table.dtype == np.int64)
+        first, starts = table[:, 0], dict(zip(LARGE, table.T[[1, 1, 2]], strict=True))
+        kinds = {name: (kind["shape"], np.dtype(kind["dtype"])) for name, kind in entries.items()}
+        if ends is not None:
+            kinds["encoded"] = ((), np.dtype(np.uint8))
+    else:
+        stored = {name: hdf5.dataset(file, f"{part}/{name}") for name in LARGE if name in group}
+        first, count = np.zeros(1, np.int64), len(group.get("images", ()) if ends is None else ends)
+        starts, kinds = {}, {}
+        for name, rows in stored.items():
+            offset = rows.id.get_offset()  # None if the dataset is not contiguous
+            expect(offset is not None and len(rows) == (ends[-1] if name == "encoded" else count))
+            starts[name], kinds[name] = np.array([offset]), (rows.shape[1:], rows.dtype)
+    edges = np.append(first, count)
+    expect(count > 0 and ("images" in kinds) != ("encoded" in kinds))
+    expect(first[0] == 0 and (np.diff(edges) >= 0).all())
+    if ends is not None:
+        expect(ends.shape == (count,) and ends.dtype == np.int64 and ends.min() > 0)
+        steps = np.diff(ends, prepend=0)  # differences of positive numbers do not overflow
+        expect(steps.min() > 0 and steps.max() <= MAX_BYTES)
+    result = {}
     for name, (shape, dtype) in kinds.items():
-        starts = table[:, 1 if name == "images" else 2]
-        if math.prod(shape) * np.dtype(dtype).itemsize * count > sum(sizes):
-            raise UserError(f"{source}: expected shards with {count} {name}: they are truncated")
-        rows[name] = Rows(shape, np.dtype(dtype), None, first, starts)
-    edges = [*first.tolist(), count]
-    for row in rows.values():
-        begins = row.begins(np.array(edges)).tolist()
-        for k, size in enumerate(sizes):
-            stop = int(row.starts[k]) + begins[k + 1] - begins[k]
-            if row.starts[k] < HEADER or stop > size:
-                raise UserError(
-                    f"{source}: expected entries in shard {k + 1} up to {stop}, found {size} bytes"
-                )
-    return count, rows
-
-
-def _ends(file, part):
-    """Return the end of each image file in `encoded`. Raise UserError if an end is invalid."""
-    ends = hdf5.dataset(file, f"{part}/ends")[()]
-    is_valid = ends.ndim == 1 and len(ends) > 0 and ends.dtype == np.int64
-    # Differences of positive numbers do not overflow.
-    is_valid = is_valid and ends.min() > 0 and (sizes := np.diff(ends, prepend=0)).min() > 0
-    if not is_valid or sizes.max() > MAX_BYTES:
-        raise UserError(f"{printable(file.filename)}: {part}/ends: expected the ends of images")
-    return ends
+        shape = tuple(int(n) for n in shape)
+        expect(dtype.name in DTYPES[name] and dtype.isnative and min(shape, default=0) >= 0)
+        expect(name != "images" or len(shape) == 3)
+        if name != "encoded":
+            expect(math.prod(shape) * dtype.itemsize * count <= sum(sizes))
+        own_ends = ends if name == "encoded" else None
+        rows = result[name] = Rows(shape, dtype, own_ends, first, starts[name])
+        latest = np.array(sizes) - np.diff(rows.begins(edges))
+        expect(((rows.starts >= HEADER) & (rows.starts <= latest)).all())
+    return count, result
 
 
 def _preprocess(group, source):
     """Return the Preprocess that was applied to the images before packing, or None."""
-    text = text_of(hdf5.attribute(group, "preprocess"))
-    if text is None:
-        return None
+    text = text_of(group, "preprocess")
     try:
-        return Preprocess(**json.loads(text))
+        return None if text is None else Preprocess(**json.loads(text))
     except (TypeError, ValueError, UserError):
         raise UserError(f"{source}: expected a description of preprocessing as JSON") from None
-
-
-def _rows(file, part, name, now):
-    """Return the Rows of "images", "encoded" or "targets" in a packed file without shards.
-
-    Raises UserError if the dataset is not contiguous, has another type, or extends past the end of
-    the file.
-    """
-    stored = hdf5.dataset(file, f"{part}/{name}")
-    offset = stored.id.get_offset()
-    dtypes = {"images": IMAGE_DTYPES, "encoded": ("uint8",), "targets": TARGET_DTYPES}[name]
-    source = f"{printable(file.filename)}: {part}/{name}"
-    if offset is None or stored.dtype.name not in dtypes or not stored.dtype.isnative:
-        raise UserError(f"{source}: expected {' or '.join(dtypes)} stored contiguously")
-    if offset + stored.nbytes > now.size or not len(stored):
-        raise UserError(
-            f"{source}: expected {stored.nbytes} bytes at {offset}, "
-            f"found a file of {now.size}: it is truncated"
-        )
-    ends = None
-    if name == "encoded":
-        ends = _ends(file, part)
-        if ends[-1] != stored.nbytes:
-            raise UserError(f"{source}: expected {ends[-1]} bytes, found {stored.nbytes}")
-    shape = tuple(int(n) for n in stored.shape[1:])
-    return Rows(shape, stored.dtype, ends, np.zeros(1, np.int64), np.array([offset], np.int64))
 
 
 def content(file: h5py.File) -> str:
     """Return the SHA-256, in hex, that the attribute `sha256` of a packed file must have."""
     total = hashlib.sha256()
     parts = [part for part in PARTS if part in file]
-    facts = [text_of(hdf5.attribute(file, "classes"))]
+    facts = [text_of(file, "classes")]
     if SHARD_SIZES in file:
-        facts += [text_of(hdf5.attribute(file, name)) for name in ("shards", "shard_id")]
+        facts += [text_of(file, name) for name in ("shards", "shard_id")]
         facts.append(hdf5.dataset(file, SHARD_SIZES)[()].tolist())
     for part in parts:
         headers = {name: [] for name in (*SMALL, *LARGE) if name in file[part]}
@@ -376,15 +316,10 @@ def content(file: h5py.File) -> str:
             if name in SMALL:
                 total.update(np.ascontiguousarray(rows[()]).reshape(-1).view(np.uint8))
         group = file[part]
-        fingerprint = text_of(hdf5.attribute(group, "fingerprint"))
+        fingerprint = text_of(group, "fingerprint")
         facts.append([part, fingerprint, int(hdf5.attribute(group, "chunk_images")), headers])
         for name in ("preprocess", "entries", "files_fingerprint"):
             if name in group.attrs:
-                facts[-1].append(text_of(hdf5.attribute(group, name)))
+                facts[-1].append(text_of(group, name))
     total.update(json.dumps(facts).encode())
     return total.hexdigest()
-
-
-def text_of(value: Any) -> Any:
-    """Decode bytes to a string, and return any other value unchanged."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidl.data.storage.objects import Fetch, Span
-from mpidl.data.storage.paths import stamp_of
+from mpidl.data.storage.paths import head, reading, stamp_of
 from mpidl.data.storage.settings import is_remote
 from mpidl.errors import UserError
-from mpidl.files import RawFile, Stamp, unreadable
+from mpidl.files import Stamp
 from mpidl.text import printable
 
 SIGNATURE = b"mpidl shard 1\n\0\0"
@@ -56,6 +56,11 @@ class Rows(NamedTuple):
         offsets = self.starts[files] + begins - self.begins(self.first[files])
         return files, offsets, self.begins(indices + 1) - begins
 
+    def span(self, first: int, stop: int) -> tuple[int, int, int]:
+        """Return the file, offset and size of the entries first..stop-1, which are in one file."""
+        files, offsets, sizes = self.spans(np.arange(first, stop))
+        return int(files[0]), int(offsets[0]), int(sizes.sum())
+
 
 def chunks(first: np.ndarray, count: int, chunk_images: int) -> Iterator[tuple[int, int]]:
     """Yield (first, stop) of each chunk, a run of at most `chunk_images` images with one checksum.
@@ -85,33 +90,29 @@ def check_shards(paths: Sequence[str], sizes: Sequence[int], identity: bytes) ->
     stamps = []
     for path, size in zip(paths, sizes, strict=True):
         try:
-            now = stamp_of(path)
-        except (OSError, UserError) as e:
-            error = unreadable(path, e) if isinstance(e, OSError) else e
-            raise UserError(f"{error}: expected this shard of the packed set") from None
+            with reading(path):
+                now = stamp_of(path)
+        except UserError as e:
+            raise UserError(f"{e}: expected this shard of the packed set") from None
         if now.size != size:
             raise UserError(
                 f"{printable(path)}: expected a shard of {size} bytes, found {now.size}: pack again"
             )
         stamps.append(now)
     fetches = [
-        Fetch(Span(path, now, 0, HEADER)) if is_remote(path) else None
+        Fetch(Span(path, now, 0, HEADER))
         for path, now in zip(paths, stamps, strict=True)
+        if is_remote(path)
     ]
-    for number, (path, now, fetch) in enumerate(zip(paths, stamps, fetches, strict=True)):
-        header = _header(path, now) if fetch is None else fetch.result()
+    for number, path in enumerate(paths):
+        with reading(path):
+            header = fetches[number].result() if fetches else head(path, HEADER)
         if header != shard_header(number, identity):
             raise UserError(
                 f"{printable(path)}: expected shard {number + 1} of this packed set, found "
                 f"{describe_header(header)}"
             )
     return stamps
-
-
-def _header(path, now):
-    file = RawFile(path, now)
-    file.check()
-    return file.read_range(0, HEADER)
 
 
 def describe_header(header: bytes) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats import hdf5
-from mpidl.data.formats.format import World, format_of_parts
+from mpidl.data.formats.format import World, opened_by
 from mpidl.data.formats.image_files import decode
 from mpidl.data.formats.image_list import shape_error
 from mpidl.data.formats.pack_contents import checksum, inspect_part, is_packed, parts_of
@@ -231,11 +231,9 @@ class _LazyName(os.PathLike):
         return self.store.located(self.i)
 
 
-FORMAT = format_of_parts(
+FORMAT = opened_by(
+    PackedDatastore,
     "packed",
     recognizes=lambda path, head, option: head == hdf5.SIGNATURE and is_packed(path),
-    open_part=lambda path, part, world, options: PackedDatastore(
-        path, world, part, classes=options.classes, labelled=options.labelled
-    ),
     parts=parts_of,
 )

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Literal
 
@@ -34,8 +34,9 @@ from mpidl.data.formats.pack_layout import (
 )
 from mpidl.data.formats.pack_source import shard_count, source_of
 from mpidl.data.loading.workers import Job, prefetch_items
+from mpidl.data.storage.paths import reading
 from mpidl.errors import UserError
-from mpidl.files import digest, sync_folder, unreadable
+from mpidl.files import digest, sync_folder
 from mpidl.text import printable
 
 CHUNK = 4 << 20  # approximate size of a chunk in bytes
@@ -90,7 +91,6 @@ def pack(
     """
     path = os.path.abspath(path)
     folder, name = os.path.split(path)
-    part_path = os.path.join(folder, f".{name}.part")
     if os.path.lexists(path):
         raise UserError(
             f"{printable(path)}: the file already exists: remove it, or choose another name"
@@ -99,14 +99,14 @@ def pack(
         if not len(store):
             raise UserError(f"{store.describe()}: expected images to pack as {part}, found none")
     sources = {part: source_of(store, images) for part, store in parts.items()}
-    count = shard_count(sources, shards, shard_mb)
+    count, part_path = shard_count(sources, shards, shard_mb), os.path.join(folder, f".{name}.part")
     try:
-        with _locked(part_path) as descriptor:
+        with _opened(part_path, os.O_CREAT) as descriptor:
+            _lock(descriptor, part_path)
             plan = _plan(sources, images, count)
             target = _Target(path, part_path, descriptor, sources, plan, count)
             if not target.open():
                 target.lay_out()
-            progress = progress or (lambda count: None)
             if not target.fill(threads, progress, stop):
                 return False
             target.finish()
@@ -115,20 +115,14 @@ def pack(
     return True
 
 
-@contextlib.contextmanager
-def _locked(path):
-    """Open the unfinished file, lock it against other processes and yield its descriptor."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+def _lock(descriptor, path):
+    """Lock the unfinished file against other processes."""
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{printable(path)}: another process is packing to this file") from None
-        except OSError:
-            pass  # the file system has no locks
-        yield descriptor
-    finally:
-        os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{printable(path)}: another process is packing to this file") from None
+    except OSError:
+        pass  # the file system has no locks
 
 
 def _plan(sources, images, shards):
@@ -138,10 +132,9 @@ def _plan(sources, images, shards):
     """
     plan = {}
     for part, source in sources.items():
-        store, count = source.store, len(source.store)
-        written = getattr(store, "written", None)
+        count, written = len(source.store), getattr(source.store, "written", None)
         plan[part] = {
-            "fingerprint": store.fingerprint(),
+            "fingerprint": source.store.fingerprint(),
             "written": None if written is None else digest(written),
             "count": count,
             "chunk_images": max(1, CHUNK * count // source.nbytes),
@@ -158,59 +151,58 @@ class _Target:
         self.sources, self.plan = sources, plan
         self.identity = hashlib.sha256(json.dumps(plan).encode()).digest()
         self.stem = os.path.splitext(os.path.basename(path))[0]
-        self.paths = shard_paths(path, self.stem, shards)
+        self.shards = shard_paths(path, self.stem, shards)
+        self.files = self.shards or [part_path]  # the files with images and targets
         self.sizes = [HEADER] * shards
         self.rows: dict[str, dict[str, Rows]] = {}
         self.sums: dict[str, int] = {}  # offset of the checksums of each part
-        for part, source in sources.items():
-            if shards:
-                self.rows[part] = self._shard_rows(source)
+        for part, source in sources.items() if shards else ():
+            self.rows[part] = self._shard_rows(source)
 
     def _shard_rows(self, source):
         """Return the Rows of a part in the shards, and increase the sizes of the shards."""
-        count, first = len(source.store), source.edges(len(self.paths))
+        count, first = len(source.store), source.edges(len(self.shards))
         stops = np.array([*first[1:], count])
         starts = {}
-        for name, rows in source.rows(
-            first, dict.fromkeys(("encoded", "images", "targets"))
-        ).items():
+        for name, rows in source.rows(first, dict.fromkeys(pack_contents.LARGE)).items():
             starts[name] = np.array(self.sizes, np.int64)
-            added = rows.begins(stops) - rows.begins(first)
-            self.sizes = (starts[name] + added).tolist()
+            self.sizes = (starts[name] + rows.begins(stops) - rows.begins(first)).tolist()
         return source.rows(first, starts)
 
     def open(self) -> bool:
         """Read the layout of the unfinished file. Return False if its plan differs."""
         try:
             with hdf5.opened(self.part_path) as file:
-                if pack_contents.text_of(hdf5.attribute(file, "plan")) != json.dumps(self.plan):
+                if pack_contents.text_of(file, "plan") != json.dumps(self.plan):
                     return False
                 for part, source in self.sources.items():
                     self.sums[part] = file[f"{part}/checksums"].id.get_offset()
-                    if not self.paths:
-                        names = [name for name in pack_contents.LARGE if name in file[part]]
-                        offsets = {name: file[part][name].id.get_offset() for name in names}
-                        starts = {name: np.array([n], np.int64) for name, n in offsets.items()}
+                    if not self.shards:
+                        starts = {
+                            name: np.array([file[part][name].id.get_offset()], np.int64)
+                            for name in pack_contents.LARGE
+                            if name in file[part]
+                        }
                         self.rows[part] = source.rows(np.zeros(1, np.int64), starts)
         except UserError:  # the file is empty, or `lay_out` was interrupted
             return False
-        self._make_shards()
+        for number, (path, size) in enumerate(zip(self.shards, self.sizes, strict=True)):
+            self._make_shard(number, path, size)
         return True
 
-    def _make_shards(self):
-        """Create missing shards. Raise UserError if a file of another set has a shard's name."""
-        for number, (path, size) in enumerate(zip(self.paths, self.sizes, strict=True)):
-            header = shard_header(number, self.identity)
-            with _descriptor(path, os.O_CREAT) as descriptor:
-                current = bytes(_read(descriptor, HEADER, 0))
-                if current != header:
-                    if os.fstat(descriptor).st_size:
-                        raise UserError(
-                            f"{printable(path)}: expected no file, or shard {number + 1} of this "
-                            f"packing, found {describe_header(current)}: remove it"
-                        )
-                    _write(descriptor, header, 0)
-                os.ftruncate(descriptor, size)
+    def _make_shard(self, number, path, size):
+        """Create a shard unless it exists. Raise UserError if a file of another set does."""
+        header = shard_header(number, self.identity)
+        with _opened(path, os.O_CREAT) as descriptor:
+            current = bytes(_read(descriptor, HEADER, 0))
+            if current != header and os.fstat(descriptor).st_size:
+                raise UserError(
+                    f"{printable(path)}: expected no file, or shard {number + 1} of this packing, "
+                    f"found {describe_header(current)}: remove it"
+                )
+            if current != header:
+                _write(descriptor, header, 0)
+            os.ftruncate(descriptor, size)
 
     def lay_out(self) -> None:
         """Write the HDF5 file with labels and names, and allocate the other datasets."""
@@ -235,23 +227,22 @@ class _Target:
 
         with h5py.File(self.part_path, "w", libver=("v108", "v108"), locking=False) as file:
             classes = next(iter(self.sources.values())).store.classes
-            is_simple = self.plan["images"] == "decoded" and not self.paths
+            is_simple = self.plan["images"] == "decoded" and not self.shards
             file.attrs["format"] = pack_contents.FORMAT_NAME
             file.attrs["format_version"] = 1 if is_simple else 2
             file.attrs["classes"] = json.dumps(list(classes), ensure_ascii=True)
-            if self.paths:
+            if self.shards:
                 file.attrs["shards"], file.attrs["shard_id"] = self.stem, self.identity.hex()
                 sizes = np.array(self.sizes, np.int64)
                 file.create_dataset(pack_contents.SHARD_SIZES, data=sizes, track_times=False)
             for part, source in self.sources.items():
                 group = file.create_group(part)
                 self._describe(part, source, group)
-                if self.paths:
-                    continue
-                if source.sizes is not None:
-                    allocate(group, "encoded", (int(source.sizes.sum()),), np.dtype(np.uint8))
-                for name, (shape, dtype) in source.tables.items():
-                    allocate(group, name, (len(source.store), *shape), dtype)
+                if not self.shards:
+                    if source.sizes is not None:
+                        allocate(group, "encoded", (int(source.sizes.sum()),), np.dtype(np.uint8))
+                    for name, (shape, dtype) in source.tables.items():
+                        allocate(group, name, (len(source.store), *shape), dtype)
             file.attrs["plan"] = json.dumps(self.plan)
         if not self.open():
             raise UserError(f"{printable(self.part_path)}: the file was changed while packing")
@@ -273,13 +264,12 @@ class _Target:
             write("labels", store.labels.astype("<i8"))
         if source.sizes is not None:
             write("ends", np.cumsum(source.sizes, dtype=np.int64))
-        files = getattr(store, "files", None)
-        if files is not None:
+        if (files := getattr(store, "files", None)) is not None:
             names = [os.fsencode(name) for name in files]
             write("names", np.frombuffer(b"".join(names), np.uint8))
             write("name_ends", np.cumsum([len(name) for name in names], dtype=np.int64))
         first = np.zeros(1, np.int64)
-        if self.paths:
+        if self.shards:
             rows = self.rows[part]
             kinds = {
                 name: {"shape": list(shape), "dtype": dtype.name}
@@ -296,81 +286,65 @@ class _Target:
         """Write all missing chunks, and return True. Return False if `stop` returned True."""
 
         def write(part, number, first, last):
-            if self._is_written(part, number, first, last):
-                return
-            parts = self.sources[part].entries(first, last)
-            for rows, data in zip(self.rows[part].values(), parts, strict=True):
-                file, offset, _ = self._place(rows, first, last)
-                with self._opened(file) as descriptor:
+            # (file, offset, size) of the entries of each kind, which are contiguous
+            places = [rows.span(first, last) for rows in self.rows[part].values()]
+            place = self.sums[part] + 32 * number
+            expected = bytes(_read(self.descriptor, 32, place))
+            if any(expected):
+                written = [self._entries(*place) for place in places]
+                if pack_contents.checksum(*written) == expected:
+                    return
+            entries = self.sources[part].entries(first, last)
+            for (file, offset, _), data in zip(places, entries, strict=True):
+                with _opened(self.files[file]) as descriptor:
                     _write(descriptor, data, offset)
-            total = pack_contents.checksum(*parts)
-            _write(self.descriptor, total, self.sums[part] + 32 * number)
+            _write(self.descriptor, pack_contents.checksum(*entries), place)
 
-        def job(part, number, first, last):
-            return Job([lambda: write(part, number, first, last)], lambda: last - first)
+        def job(*chunk):
+            return Job([lambda: write(*chunk)], lambda: chunk[-1] - chunk[-2])
 
         jobs = (
             job(part, number, first, last)
-            for part in self.sources
-            for number, (first, last) in enumerate(self._chunks(part))
+            for part, facts in self.plan["parts"].items()
+            for number, (first, last) in enumerate(
+                chunks(
+                    next(iter(self.rows[part].values())).first,
+                    facts["count"],
+                    facts["chunk_images"],
+                )
+            )
         )
         with contextlib.closing(prefetch_items(jobs, threads + 1, threads)) as counts:
             for count in counts:
-                progress(count)
+                if progress is not None:
+                    progress(count)
                 if stop is not None and stop():
                     return False
         return True
 
-    def _chunks(self, part) -> Iterator[tuple[int, int]]:
-        facts, rows = self.plan["parts"][part], next(iter(self.rows[part].values()))
-        return chunks(rows.first, facts["count"], facts["chunk_images"])
-
-    def _is_written(self, part, number, first, last):
-        """Return whether a chunk has been written: its stored checksum matches its content."""
-        expected = _read(self.descriptor, 32, self.sums[part] + 32 * number)
-        if not any(expected):
-            return False
-        contents = []
-        for rows in self.rows[part].values():
-            file, offset, nbytes = self._place(rows, first, last)
-            with self._opened(file) as descriptor:
-                contents.append(_read(descriptor, nbytes, offset))
-        return pack_contents.checksum(*contents) == bytes(expected)
-
-    @staticmethod
-    def _place(rows, first, last):
-        """Return the file, offset and size of a chunk's entries, which are contiguous."""
-        files, offsets, sizes = rows.spans(np.arange(first, last))
-        return int(files[0]), int(offsets[0]), int(sizes.sum())
-
-    def _opened(self, file):
-        """Return a context manager that yields the descriptor of a file of entries."""
-        if not self.paths:
-            return contextlib.nullcontext(self.descriptor)
-        return _descriptor(self.paths[file])
+    def _entries(self, file, offset, nbytes):
+        with _opened(self.files[file]) as descriptor:
+            return _read(descriptor, nbytes, offset)
 
     def finish(self) -> None:
         """Store the checksum of the contents, flush all files and rename the packed file."""
         import h5py
 
-        for path in self.paths:
-            with _descriptor(path) as descriptor:
+        for path in self.files:
+            with _opened(path) as descriptor:
                 os.fsync(descriptor)
-        os.fsync(self.descriptor)
-        try:
-            with h5py.File(self.part_path, "r+", libver=("v108", "v108"), locking=False) as file:
-                del file.attrs["plan"]
-                file.attrs["sha256"] = pack_contents.content(file)
-        except OSError as e:
-            raise unreadable(self.part_path, e) from None
+        options = {"libver": ("v108", "v108"), "locking": False}
+        with reading(self.part_path), h5py.File(self.part_path, "r+", **options) as file:
+            del file.attrs["plan"]
+            file.attrs["sha256"] = pack_contents.content(file)
         os.fsync(self.descriptor)
         os.replace(self.part_path, self.path)
         sync_folder(os.path.dirname(self.path))
 
 
 @contextlib.contextmanager
-def _descriptor(path, flags=0):
-    """Open a shard for reading and writing, and yield its descriptor."""
+def _opened(path, flags=0):
+    """Open a file for reading and writing, and yield its descriptor."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
     try:
         yield descriptor

@@ -5,15 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import numpy as np
-
-from mpidl.data.datastore import Datastore, Indices, counted
+from mpidl.data.datastore import Datastore, counted
 from mpidl.data.formats.format import PARTS, Format, OpenOptions, World
-from mpidl.data.formats.image_files import decode
 from mpidl.data.formats.image_list import ImageList
-from mpidl.data.formats.table_files import LabelSets, Rows, Table
-from mpidl.data.storage import objects
-from mpidl.data.storage.settings import is_remote
+from mpidl.data.formats.table_files import Table
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0
@@ -83,49 +78,17 @@ class ImageTable(ImageList):
         separator: str | None = None,
         preprocess: Preprocess | None = AS_IT_IS,
     ):
-        super().__init__(preprocess)
         self.path, self.part = os.fspath(path), part
-        self.folder = os.path.dirname(self.path)
         if part is not None and part not in PARTS:
             raise UserError(
                 f"{printable(self.path)}: part must be one of {', '.join(PARTS)}, got {part}"
             )
-
-        def read() -> tuple[Rows, tuple[int, ...]]:
-            rows = Table(self.path).select(part, classes, labelled, separator)
-            return rows, self._first_shape(rows)
-
-        rows, self.image_shape = on_rank_0(world, read)
-        self.files = rows.files
-        self.sizes, self.written = np.array(rows.stamps, np.int64).reshape(-1, 2).T
-        self.labels, self.classes = rows.labels, rows.classes
-        self.unlabelled: str | None = rows.problem
-        self._values = rows.targets
-        if isinstance(self._values, LabelSets):
-            self.targets_shape = (self._values.classes,)
-        elif self._values is not None:
-            self.targets_shape = self._values.shape[1:]
-
-    def _first_shape(self, rows):
-        """Decode the first image and return its shape."""
-        path, content = os.path.join(self.folder, rows.files[0]), None
-        if is_remote(self.folder):
-            content = objects.request(path, rows.stamps[0]).result()
-        pixels, _ = decode(path, self.conversion, content=content)
-        return pixels.shape
-
-    def targets(self, indices: Indices) -> np.ndarray:
-        if self._values is None:
-            return super().targets(indices)
-        indices = np.asarray(indices, np.int64)
-        if isinstance(self._values, LabelSets):
-            return self._values.rows(indices)
-        return self._values[indices]
-
-    def _digested_targets(self) -> tuple[object, ...]:
-        if isinstance(self._values, LabelSets):
-            return self._values.labels, self._values.ends
-        return () if self._values is None else (self._values,)
+        super().__init__(
+            os.path.dirname(self.path),
+            world,
+            lambda: Table(self.path).select(part, classes, labelled, separator),
+            preprocess,
+        )
 
     def describe(self) -> str:
         part = "" if self.part in (None, "train") else f", {self.part}"

@@ -17,53 +17,21 @@ import csv
 import io
 import math
 import os
-import stat
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from mpidl.data.formats.format import PART_NAMES
 from mpidl.data.formats.image_files import MAX_BYTES
-from mpidl.data.storage.paths import listed, open_binary, stamp_of
+from mpidl.data.formats.image_list import LabelSets, Listing
+from mpidl.data.storage.paths import listed, open_binary, reading, stamp_of
 from mpidl.data.storage.settings import is_remote
 from mpidl.errors import UserError
-from mpidl.files import Stamp, reason, stamp, unreadable
+from mpidl.files import Stamp
 from mpidl.text import did_you_mean, name_list, printable, sorted_classes
 
 PATH, LABEL, LABELS, SPLIT = "path", "label", "labels", "split"
 SEPARATORS = (";", "|")  # possible separators of the names in a cell of the column `labels`
-
-
-class LabelSets(NamedTuple):
-    """Sets of labels, one per image."""
-
-    labels: np.ndarray  # concatenated labels of all images, int64
-    ends: np.ndarray  # for each image, the end of its labels in `labels`, int64 (n,)
-    classes: int
-
-    def rows(self, indices: np.ndarray) -> np.ndarray:
-        """Return float32 (len(indices), classes): 1 for the labels of an image, 0 otherwise."""
-        rows = np.zeros((len(indices), self.classes), np.float32)
-        for row, i in zip(rows, indices.tolist(), strict=True):
-            row[self.labels[self.ends[i - 1] if i else 0 : self.ends[i]]] = 1
-        return rows
-
-
-class Rows(NamedTuple):
-    """The rows of a table that belong to one part."""
-
-    files: list[str]  # paths of the image files, as written in the table
-    stamps: list[Stamp]
-    # Label of each image, int64 (n,). None if the table has no column `label`.
-    labels: np.ndarray | None
-    # Targets: float32 (n,) from one column, float32 (n, R) from several columns, or sets of
-    # labels. None if there are no targets.
-    targets: np.ndarray | LabelSets | None
-    classes: list[str]  # class names of the labels, or of targets that are 0 or 1
-    # Reason why labels or targets are missing. None if they exist, or if the table has no
-    # column for them.
-    problem: str | None
 
 
 class Table:
@@ -74,20 +42,13 @@ class Table:
     """
 
     def __init__(self, path: str):
-        self.path = path
-        text = self._text()
-        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-        self.columns: list[str] = []
-        self.rows: list[list[str]] = []
-        # For each row, the line of the file in which the row ends, from 1.
-        self.lines: list[int] = []
+        self.path, self.rows = path, list[list[str]]()
+        self.lines: list[int] = []  # for each row, the line of the file in which it ends, from 1
+        reader = csv.reader(io.StringIO(self._text(), newline=""), strict=True)
         try:
-            for row in reader:
-                if not row:
-                    continue
-                if not self.columns:
-                    self.columns = self._checked_columns([cell.strip() for cell in row])
-                    continue
+            rows = (row for row in reader if row)
+            self.columns = self._checked_columns([cell.strip() for cell in next(rows, [])])
+            for row in rows:
                 if len(row) != len(self.columns):
                     raise UserError(
                         f"{self.place(reader.line_num)}: expected {len(self.columns)} cells, found "
@@ -99,12 +60,12 @@ class Table:
             raise UserError(
                 f"{self.place(reader.line_num)}: not a row of a CSV file: {e}"
             ) from None
-        if not self.columns or not self.rows:
+        if not self.rows:
             raise UserError(f"{printable(path)}: expected a header and rows, found none")
 
     def _text(self):
         """Return the content of the file."""
-        try:
+        with reading(self.path):
             size = stamp_of(self.path).size
             if size > MAX_BYTES:
                 raise UserError(
@@ -113,8 +74,6 @@ class Table:
                 )
             with open_binary(self.path) as file:
                 content = file.read()
-        except OSError as e:
-            raise unreadable(self.path, e) from None
         try:
             return content.decode("utf-8-sig")
         except UnicodeDecodeError as e:
@@ -125,7 +84,7 @@ class Table:
 
     def _checked_columns(self, columns):
         line = self.place(1)
-        if PATH not in columns:
+        if columns and PATH not in columns:
             hint = did_you_mean(PATH, columns)
             raise UserError(f"{line}: expected a column {PATH}, found {name_list(columns)}{hint}")
         for name in columns:
@@ -139,9 +98,10 @@ class Table:
         text = f"{printable(self.path)}, line {line}"
         return text if column is None else f"{text}, column {printable(column)}"
 
-    def cells(self, column: str, numbers: Sequence[int]) -> list[tuple[str, int]]:
-        """Return (cell, line number) of a column for each of the rows with the given numbers."""
+    def cells(self, column: str, numbers: Iterable[int] | None = None) -> list[tuple[str, int]]:
+        """Return (cell, line number) of a column for the rows with the given numbers, or all."""
         index = self.columns.index(column)
+        numbers = range(len(self.rows)) if numbers is None else numbers
         return [(self.rows[i][index].strip(), self.lines[i]) for i in numbers]
 
     def parts(self) -> dict[str, list[int]]:
@@ -149,10 +109,8 @@ class Table:
 
         Raises UserError if a cell does not name a part.
         """
-        if SPLIT not in self.columns:
-            return {}
         parts: dict[str, list[int]] = {}
-        for i, (cell, line) in enumerate(self.cells(SPLIT, range(len(self.rows)))):
+        for i, (cell, line) in enumerate(self.cells(SPLIT) if SPLIT in self.columns else ()):
             if cell.lower() not in PART_NAMES:
                 hint = did_you_mean(cell.lower(), PART_NAMES)
                 raise UserError(
@@ -168,8 +126,8 @@ class Table:
         classes: Sequence[str] | None,
         labelled: bool,
         separator: str | None = None,
-    ) -> Rows:
-        """Check the image files of a part, and return the part's rows.
+    ) -> Listing:
+        """Check the image files of a part, and return them with their labels or targets.
 
         Raises UserError if the part has no rows, a file is missing, or a label or target is
         invalid. Without `classes` of the training set, the class names in the training rows are
@@ -177,23 +135,25 @@ class Table:
         `SEPARATORS` that occurs in the column.
         """
         parts = self.parts()
-        numbers = parts.get(part or "", []) if parts and part else list(range(len(self.rows)))
-        if not numbers:
-            listing = name_list(list(parts))
-            raise UserError(
-                f"{printable(self.path)}: expected rows with {part} in the column {SPLIT}, found "
-                f"{listing}; a table without this column is used whole"
-            )
         if part not in (None, "train") and not parts:
             raise UserError(f"{printable(self.path)}: expected a column {SPLIT} for {part} images")
-        training = parts.get("train", numbers) if parts else numbers
-        stamps = self._stamps(numbers)
+        numbers = parts.get(part, []) if parts and part else list(range(len(self.rows)))
+        if not numbers:
+            raise UserError(
+                f"{printable(self.path)}: expected rows with {part} in the column {SPLIT}, found "
+                f"{name_list(list(parts))}; a table without this column is used whole"
+            )
+        training = parts.get("train", numbers)
+        with listed(os.path.dirname(self.path)):
+            stamps = [self._stamp(cell, line) for cell, line in self.cells(PATH, numbers)]
         labels, targets, names, problem = None, None, list(classes or []), None
         try:
             if LABEL in self.columns:
-                labels, names = self._labels(numbers, training, classes)
+                labels, _, names = self._labels(LABEL, numbers, training, classes, None)
             elif LABELS in self.columns:
-                targets, names = self._label_sets(numbers, training, classes, separator)
+                mark = separator or self._separator()
+                members, ends, names = self._labels(LABELS, numbers, training, classes, mark)
+                targets = LabelSets(members, ends, len(names))
             elif columns := [name for name in self.columns if name not in (PATH, SPLIT)]:
                 targets, names = self._numbers(columns, numbers, classes)
             elif labelled:
@@ -206,95 +166,66 @@ class Table:
                 raise
             problem = str(e)
         files = [cell for cell, _ in self.cells(PATH, numbers)]
-        return Rows(files, stamps, labels, targets, names, problem)
+        return Listing(files, stamps, labels, targets, names, problem)
 
-    def _stamps(self, numbers):
-        """Return the Stamp of each image file. Raise UserError if a file is missing."""
-        folder = os.path.dirname(self.path)
-        with listed(folder):
-            return [
-                self._stamp(folder, cell, self.place(line, PATH))
-                for cell, line in self.cells(PATH, numbers)
-            ]
-
-    @staticmethod
-    def _stamp(folder, cell, prefix):
+    def _stamp(self, cell: str, line: int) -> Stamp:
+        """Return the Stamp of an image file. Raise UserError if the file is missing."""
+        folder, place = os.path.dirname(self.path), self.place(line, PATH)
         if not cell or "\0" in cell:
-            raise UserError(f"{prefix}: expected the path of an image, found {_cell_text(cell)}")
+            raise UserError(f"{place}: expected the path of an image, found {_cell_text(cell)}")
         if is_remote(cell) or (is_remote(folder) and os.path.isabs(cell)):
             raise UserError(
-                f"{prefix}: expected a path relative to the table, found {_cell_text(cell)}"
+                f"{place}: expected a path relative to the table, found {_cell_text(cell)}"
             )
         path = os.path.join(folder, cell)
         try:
-            if is_remote(folder):
+            with reading(path):
                 return stamp_of(path)
-            status = os.stat(path)
         except UserError as e:
-            raise UserError(f"{prefix}: {e}") from None
-        except (OSError, ValueError) as e:
-            is_missing = isinstance(e, FileNotFoundError | NotADirectoryError)
-            text = "no such file" if is_missing else reason(e)
-            raise UserError(f"{prefix}: {printable(path)}: {text}") from None
-        if not stat.S_ISREG(status.st_mode):
-            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a pipe"
-            raise UserError(f"{prefix}: {printable(path)}: expected a file, found {kind}")
-        return stamp(status)
+            raise UserError(f"{place}: {e}") from None
 
-    def _labels(self, numbers, training, classes):
-        """Return the labels of the given rows, and the class names."""
-        if classes is None:
-            names = {cell for cell, _ in self.cells(LABEL, training)}
-            classes = sorted_classes(names)
-        index = {name: i for i, name in enumerate(classes)}
-        labels = []
-        for cell, line in self.cells(LABEL, numbers):
-            if not cell or cell not in index:
-                raise self._unknown_class(cell, line, LABEL, classes)
-            labels.append(index[cell])
-        return np.array(labels, np.int64), list(classes)
+    def _labels(self, column, numbers, training, classes, separator):
+        """Return the labels of the given rows, the end of each row's labels, and the class names.
 
-    def _unknown_class(self, cell, line, column, classes):
-        prefix = self.place(line, column)
-        if not cell:
-            return UserError(f"{prefix}: expected a class name, found nothing")
-        hint = did_you_mean(cell, classes)
-        return UserError(
-            f"{prefix}: {_cell_text(cell)} is not one of the classes ({name_list(classes)}){hint}"
-        )
-
-    def _label_sets(self, numbers, training, classes, separator):
-        """Return the LabelSets of the given rows, and the class names."""
-        all_cells = self.cells(LABELS, range(len(self.rows)))
-        if separator is None:
-            used = {mark: [line for cell, line in all_cells if mark in cell] for mark in SEPARATORS}
-            marks = [mark for mark, lines in used.items() if lines]
-            if len(marks) > 1:
-                line = max(used[mark][0] for mark in marks)
-                raise UserError(
-                    f"{self.place(line, LABELS)}: expected one separator, found "
-                    f"{' and '.join(marks)} in the column (in Python separator= sets it)"
-                )
-            separator = marks[0] if marks else SEPARATORS[0]
+        A cell holds one name, or names joined by the separator.
+        """
 
         def names_of(cell):
+            if separator is None:
+                return [cell]
             return [name.strip() for name in cell.split(separator)] if cell else []
 
         if classes is None:
-            names = {name for cell, _ in self.cells(LABELS, training) for name in names_of(cell)}
+            names = {name for cell, _ in self.cells(column, training) for name in names_of(cell)}
             classes = sorted_classes(names)
-        index = {name: i for i, name in enumerate(classes)}
+        index = {name: i for i, name in enumerate(classes) if name}
         labels, ends = [], []
-        for cell, line in self.cells(LABELS, numbers):
+        for cell, line in self.cells(column, numbers):
             for name in names_of(cell):
-                if not name or name not in index:
-                    raise self._unknown_class(name, line, LABELS, classes)
+                if name not in index:
+                    text = f"{_cell_text(name)} is not one of the classes ({name_list(classes)})"
+                    text += did_you_mean(name, classes)
+                    text = text if name else "expected a class name, found nothing"
+                    raise UserError(f"{self.place(line, column)}: {text}")
                 labels.append(index[name])
             ends.append(len(labels))
         if not classes:
-            raise UserError(f"{self.place(1, LABELS)}: expected class names, found none")
-        sets = LabelSets(np.array(labels, np.int64), np.array(ends, np.int64), len(classes))
-        return sets, list(classes)
+            raise UserError(f"{self.place(1, column)}: expected class names, found none")
+        return np.array(labels, np.int64), np.array(ends, np.int64), list(classes)
+
+    def _separator(self):
+        """Return the separator of names in the column `labels`."""
+        lines: dict[str, int] = {}  # {separator: line in which it occurs first}
+        for cell, line in self.cells(LABELS):
+            for mark in SEPARATORS:
+                if mark in cell:
+                    lines.setdefault(mark, line)
+        if len(lines) > 1:
+            raise UserError(
+                f"{self.place(max(lines.values()), LABELS)}: expected one separator, found "
+                f"{' and '.join(SEPARATORS)} in the column (in Python separator= sets it)"
+            )
+        return next(iter(lines), SEPARATORS[0])
 
     def _numbers(self, columns, numbers, classes):
         """Return the numeric targets of the given rows, and class names if all are 0 or 1."""
@@ -311,7 +242,7 @@ class Table:
     def _column(self, name):
         """Return the numbers of a column."""
         values = []
-        for cell, line in self.cells(name, range(len(self.rows))):
+        for cell, line in self.cells(name):
             value = _number(cell)
             if value is None:
                 raise UserError(

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 from mpidl.data.storage import objects
 from mpidl.data.storage.settings import check_url, is_remote
-from mpidl.errors import UserError
+from mpidl.errors import StorageFault, UserError
 from mpidl.files import Stamp, check_regular, open_regular, stamp, unreadable
 from mpidl.text import printable
 
@@ -138,6 +138,20 @@ def stamp_of(path: str) -> Stamp:
     if stamp_found is None:
         raise unreadable(path, FileNotFoundError())
     return stamp_found
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Convert any error of a reader in the `with` block to a UserError that names the file.
+
+    Readers of damaged files raise exceptions of many types, such as KeyError and MemoryError.
+    """
+    try:
+        yield
+    except (UserError, StorageFault):
+        raise
+    except Exception as e:
+        raise unreadable(path, e) from None
 
 
 def open_binary(path: str) -> BinaryIO:

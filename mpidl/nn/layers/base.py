@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from mpidl.attribute_changes import CountsChanges
 from mpidl.core import keyed
 from mpidl.core.blocks import Blocked
 from mpidl.core.tape import Var
@@ -90,7 +89,7 @@ class LayerContext:
 
 
 @dataclass
-class Layer(CountsChanges):
+class Layer:
     """Base class of all layers.
 
     Parameters

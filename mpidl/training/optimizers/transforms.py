@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidl import backends
-from mpidl.attribute_changes import CountingDict, CountsChanges
 from mpidl.training.optimizers.options import check
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class Updates:
         return [self.backend.zeros_like(weight) for weight in self.weights]
 
 
-class Transform(CountsChanges):
+class Transform:
     """Base class of transforms.
 
     A transform that keeps arrays between training steps lists the tables of these arrays in
@@ -206,7 +205,7 @@ class WeightDecay(Transform):
         exclude: str = BIASES_AND_NORMS,
     ) -> None:
         self.l2: float = check("l2", l2)
-        self.factors = CountingDict(factors or {})
+        self.factors = dict(factors or {})
         # Older checkpoints have no attribute `exclude`, so set it only if it is not the default.
         if check("decay_exclude", exclude) != BIASES_AND_NORMS:
             self.exclude = exclude

@@ -15,7 +15,7 @@ from mpidl.backends.gpu.recorder import Recorder
 from mpidl.data.loading import device_queue
 from mpidl.evaluation import evaluate
 from mpidl.training.files.model_file import weights_sha256
-from mpidl.training.gpu_step import StepProgram
+from mpidl.training.gpu_step import GPUStep
 
 
 def paired(count, shape=None, kind=np.float32, classes=3):
@@ -194,9 +194,9 @@ def test_resident_datasets_fit_with_their_targets(world, monkeypatch):
 
 def trained(world, store, net, loss, epochs=2, **options):
     """Train with recorded steps on the GPU, or on the CPU; return the network and the losses."""
-    gradient, sgdm = dl.value_and_grad(loss, reduce=world), dl.SGDM(1e-2, 0.9)
-    values = []
+    sgdm, values = dl.SGDM(1e-2, 0.9), []
     if world.device is None:
+        gradient = dl.value_and_grad(loss, reduce=world)
         for epoch in range(1, 1 + epochs):
             for images, targets in dl.MinibatchQueue(store, 24, 3, world, **options).epoch(epoch):
                 value, gradients, net.state = gradient(net, images, targets)
@@ -204,7 +204,7 @@ def trained(world, store, net, loss, epochs=2, **options):
                 values.append(float(value[0]))
         return net, values
     queue = device_queue.DeviceQueue(store, 24, 3, world, "every-epoch", **options)
-    step = StepProgram(net.to(world.device), sgdm, gradient, queue.reader(), world.counts)
+    step = GPUStep(net, sgdm, loss, world, 1, queue.reader(), str)
     started = []
     for epoch in range(1, 1 + epochs):
         for feed, _ in queue.epoch(epoch):
@@ -416,9 +416,8 @@ def test_invalid_labels_raise_the_error_of_the_cpu(world, value, monkeypatch):
 def test_steps_before_an_invalid_label_are_taken(world, monkeypatch):
     monkeypatch.setattr(device_queue, "RESIDENT", 0.0)
     queue = device_queue.DeviceQueue(with_invalid_label(7), 24, 0, world, "never")
-    gradient = dl.value_and_grad(losses.cross_entropy, reduce=world)
-    net = classifier().to(world.device)
-    step = StepProgram(net, dl.SGDM(1e-2), gradient, queue.reader(), world.counts)
+    net, sgdm = classifier(), dl.SGDM(1e-2)
+    step = GPUStep(net, sgdm, losses.cross_entropy, world, 1, queue.reader(), str)
     (first, _), (second, _) = queue.epoch(0)
     before = step.finish(step.start(first))[0]
     with pytest.raises(ValueError, match="got 0..7"):

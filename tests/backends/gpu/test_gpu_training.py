@@ -12,7 +12,7 @@ from mpidl.errors import UserError
 from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import checkpoint
 from mpidl.training.files.model_file import weights_sha256
-from mpidl.training.gpu_step import StepProgram
+from mpidl.training.gpu_step import GPUStep
 from mpidl.training.optimizers import of_options
 from mpidl.training.schedules import rate_of
 
@@ -175,14 +175,14 @@ def test_worker_loads_do_not_change_a_byte(world):
 
 def test_a_rollback_records_the_step_again(world, monkeypatch):
     """The run continues from the end of the first epoch with half the learning rate."""
-    finish, count = StepProgram.finish, []
+    finish, count = GPUStep.finish, []
 
     def spoiled(self, handle):
         loss, *counts = finish(self, handle)
         count.append(1)
         return (np.nan if len(count) == 3 else loss, *counts)
 
-    monkeypatch.setattr(StepProgram, "finish", spoiled)
+    monkeypatch.setattr(GPUStep, "finish", spoiled)
     net, result = trained(world, on_nan="rollback", learning_rate=0.1)
     assert (result.rollbacks, result.iterations) == (1, 4) and len(count) == 5
     expected, _ = trained(world, learn_rate_schedule=lambda _, i: 0.1 if i <= 2 else 0.05)

@@ -235,7 +235,7 @@ def test_a_helper_process_reads_a_file_first(tmp_path, monkeypatch, kind):
     path = datafiles.hdf5(tmp_path / "x.h5", pixels_of(0, 4, 2, 2), [0, 1, 0, 1])
     code, text = HELPERS[kind]
     start = subprocess.Popen
-    monkeypatch.setattr(hdf5_probe, "_helper", None)
+    monkeypatch.setattr(hdf5_probe, "HELPER", hdf5_probe.Helper())
     monkeypatch.setattr(hdf5_probe, "SECONDS", 0.5 if kind == "hangs" else 60)
     monkeypatch.setattr(
         subprocess, "Popen", lambda words, **options: start([words[0], "-c", code], **options)
@@ -249,17 +249,18 @@ def test_a_helper_process_reads_a_file_first(tmp_path, monkeypatch, kind):
 
 
 def test_one_helper_process_reads_all_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(hdf5_probe, "_helper", None)
+    monkeypatch.setattr(hdf5_probe, "HELPER", hdf5_probe.Helper())
     paths = [tmp_path / name for name in ("a b\n.h5", "c.h5")]
     for path in paths:
         datafiles.hdf5(path, pixels_of(0, 4, 2, 2), [0, 1, 0, 1], ["x", "y"])
         HDF5Datastore(path)
-    assert hdf5_probe._helper.poll() is None  # one helper process for both files
-    helper = hdf5_probe._helper
+    helper = hdf5_probe.HELPER.process
+    assert helper.poll() is None  # one helper process for both files
     helper.kill()
     helper.wait()
-    assert hdf5_probe.problem_of(paths[0], 1) is None and hdf5_probe._helper is not helper
-    hdf5_probe._end()
+    assert hdf5_probe.problem_of(paths[0], 1) is None
+    assert hdf5_probe.HELPER.process is not helper
+    hdf5_probe.HELPER.end()
 
 
 def test_a_helper_that_nobody_ends_ends_itself(tmp_path, monkeypatch):
@@ -268,7 +269,7 @@ def test_a_helper_that_nobody_ends_ends_itself(tmp_path, monkeypatch):
     dl.save_model(path, dl.Network([dl.Dense(2)], (3,)))
     path.write_bytes(mutations.endless(path.read_bytes()))
     monkeypatch.setattr(hdf5_probe, "SECONDS", 0.5)
-    helper = hdf5_probe._start()
+    helper = hdf5_probe.Helper().started()
     helper.stdin.write(os.fsencode(path).hex().encode() + b"\n")
     helper.stdin.close()
     assert helper.wait() == -signal.SIGPROF
@@ -284,7 +285,8 @@ def test_a_helper_that_somebody_kills_is_started_again(tmp_path, monkeypatch):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    monkeypatch.setattr(hdf5_probe, "_helper", killed)
-    monkeypatch.setattr(hdf5_probe, "_owner", os.getpid())
+    helper = hdf5_probe.Helper()
+    helper.process, helper.owner = killed, os.getpid()
+    monkeypatch.setattr(hdf5_probe, "HELPER", helper)
     assert len(HDF5Datastore(path)) == 4
-    assert hdf5_probe._helper is not killed
+    assert helper.process is not killed

@@ -183,13 +183,14 @@ def test_numbers_are_read_as_by_scipy(tmp_path, compressed, order):
     path = datafiles.mat5(tmp_path / "x.mat", compressed, **drawn)
     if order == ">":
         path.write_bytes(big_endian(drawn))
-    variables = {variable.name: variable for variable in mat5.variables(path)}
+    file = mat5.Mat5(path)
+    variables = {variable.name: variable for variable in file.variables}
     by_scipy = scipy.io.loadmat(path)
     for name, value in drawn.items():
         variable = variables[name]
         assert variable.shape == value.shape
         assert DTYPES.get(variable.kind, variable.kind) == value.dtype.name
-        array = mat5.load(path, [variable])[name]
+        array = file.numbers(variable)
         assert array.dtype == value.dtype and np.array_equal(array, by_scipy[name])
 
 

@@ -172,11 +172,11 @@ ENDS = np.arange(12) * 9 + 9  # the end of each name in bytes
 FORGED = [
     (
         {"images": rows(PIXELS, chunks=True)},
-        "images: expected uint8 or float32 stored contiguously",
+        "expected images and targets as mpidl.pack",
     ),
-    ({"images": rows(PIXELS.astype(float))}, "images: expected uint8 or float32"),
-    ({"images": None}, "expected images (n, C, H, W)"),
-    ({"images": rows(np.zeros((12, 6), np.uint8))}, "expected images (n, C, H, W)"),
+    ({"images": rows(PIXELS.astype(float))}, "expected images and targets as mpidl.pack"),
+    ({"images": None}, "expected images and targets as mpidl.pack"),
+    ({"images": rows(np.zeros((12, 6), np.uint8))}, "expected images and targets as mpidl.pack"),
     ({"labels": rows(np.zeros((12, 2), int))}, "got labels of shape (12, 2)"),
     ({"labels": rows(np.zeros(11, int))}, "expected checksums and labels of 12 images"),
     ({"labels": rows(np.full(12, 3))}, "expected labels below 3"),

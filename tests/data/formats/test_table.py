@@ -16,7 +16,8 @@ from mpidl.data import (
     open_test_data,
     open_validation_data,
 )
-from mpidl.data.formats import packing, table_files
+from mpidl.data.formats import packing
+from mpidl.data.formats.image_list import LabelSets
 
 COUNT = 12
 
@@ -280,6 +281,6 @@ def test_other_errors(tmp_path, write):
 def test_sets_of_labels_need_memory_for_the_names_alone():
     """Memory does not grow with images times classes, which can be large even for a small table."""
     count = 100_000
-    sets = table_files.LabelSets(np.arange(count), np.arange(1, count + 1), count)
+    sets = LabelSets(np.arange(count), np.arange(1, count + 1), count)
     rows = sets.rows(np.array([5, 99_999]))
     assert rows.shape == (2, count) and rows.sum() == 2 and rows[1, -1] == 1
