@@ -70,7 +70,7 @@ from mpidl.ops.transposed import *
 from mpidl.ops.vjp_check import check_vjp as check_vjp
 from mpidl.ranks.world import World as World
 from mpidl.report.history import History as History
-from mpidl.report.history import history as history
+from mpidl.report.run_files import history as history
 from mpidl.sweeps.sweep import sweep as sweep
 from mpidl.training.files.model_file import load_model as load_model
 from mpidl.training.files.model_file import save_model as save_model

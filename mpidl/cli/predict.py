@@ -1,5 +1,6 @@
 """`python -m mpidl.predict`: apply a trained network to images, or write its activations."""
 
+import collections
 import csv
 import io
 import math
@@ -17,13 +18,12 @@ from mpidl.data.transforms import normalize
 from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, predict
 from mpidl.evaluation.confusion import Confusion
-from mpidl.files import on_rank_0
+from mpidl.files import on_rank_0, write_whole
 from mpidl.nn.layers import Sigmoid
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
 from mpidl.report import Console, arrays
 from mpidl.text import class_names, printable
-from mpidl.training.files import model_file
 from mpidl.training.options import training_options
 
 
@@ -65,14 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             "them)"
         )
     with console.stage(f"prediction for {len(images)} images"):
+        task = _Task(parsed, world, net, images, loss)
         if parsed.activations:
-            _activations(parsed, world, net, images)
+            task.write_activations()
         elif losses.has_label_scores(loss) and len(net.output_shape) == 1:
-            _labels(parsed, world, net, images, loss)
+            task.predict_labels()
         elif images.targets_shape is not None or len(net.output_shape) != 1 or not classes:
-            _outputs(parsed, world, net, images, loss)
+            task.write_outputs()
         else:
-            _classes(parsed, world, net, images, classes, loss, reason)
+            task.classify(classes, reason)
     if world.rank == 0:
         print(f"Data: {images.describe()}", file=sys.stderr)
         print(f"Normalization: {net.normalization.describe()}", file=sys.stderr)
@@ -123,184 +124,236 @@ def _loss_of(net, images):
     return "dice" if has_targets and outputs[0] == 1 else "crossentropy"
 
 
-def _activations(parsed, world, net, images):
-    """Write the activations of the layer that --activations names."""
-    try:
-        part = net.up_to(parsed.activations)
-    except KeyError as error:
-        raise UserError(f"--activations: {parsed.model}: {error.args[0]}") from error
-    _write(parsed, world, part, images, "activations")
-    if world.rank == 0:
+class _Task:
+    """One prediction: its arguments, network, images and loss. All methods are collective."""
+
+    def __init__(self, parsed, world, net, images, loss):
+        self.parsed, self.world, self.net, self.images = parsed, world, net, images
+        self.loss, self.has_targets = loss, images.targets_shape is not None
+
+    # ---- the kinds of predictions ----
+
+    def write_activations(self):
+        """Write the activations of the layer that --activations names."""
+        layer = self.parsed.activations
+        try:
+            part = self.net.up_to(layer)
+        except KeyError as error:
+            raise UserError(f"--activations: {self.parsed.model}: {error.args[0]}") from error
+        self._write_array(part, "activations")
         shape = "x".join(map(str, part.output_shape))
-        text = f"Activations: {shape} of {parsed.activations}, {len(images)} images"
-        print(f"{text}: {printable(parsed.out)}")
+        text = f"Activations: {shape} of {layer}, {len(self.images)} images"
+        self._print(f"{text}: {printable(self.parsed.out)}", {})
 
+    def write_outputs(self):
+        """Write outputs that are images, numbers or pixel classes; print accuracy or errors."""
+        parsed, world, net, images = self.parsed, self.world, self.net, self.images
+        classifies = self.has_targets and losses.label_loss(self.loss) is not None
+        refused = ["top_k", *(() if classifies else ("metrics",))]
+        if not classifies or losses.has_label_scores(self.loss):
+            refused.append("confusion")
+        self._refuse(refused, f"{parsed.model} has outputs of shape {net.output_shape}")
+        if parsed.out and parsed.out.lower().endswith(".csv") and len(net.output_shape) == 1:
+            self._write_numbers()
+        elif parsed.out:
+            on_rank_0(world, lambda: arrays.check_path(parsed.out, "--out"))
+            self._write_array(net, "outputs")
+        text = f"{len(images)} images, no targets known"
+        if classifies:
+            evaluation = self._evaluate(confusion=bool(parsed.confusion))
+            count = losses.labels_per_image(net, images)
+            text = _accuracy(evaluation, f", {count} labels each")
+            if evaluation.confusion is not None:
+                on_rank_0(world, lambda: evaluation.confusion.save(parsed.confusion))
+        elif self.has_targets:
+            errors = evaluate.regression_errors(net, images, **self._options())
+            text = f"RMSE: {errors.rmse:.6g}, MAE: {errors.mae:.6g} ({errors.images} images)"
+        self._print(text, {"Confusion matrix": parsed.confusion, "Outputs": parsed.out})
 
-def _outputs(parsed, world, net, images, loss):
-    """Write outputs that are images, numbers or pixel classes; print the accuracy or the errors."""
-    has_targets = images.targets_shape is not None
-    classifies = has_targets and losses.label_loss(loss) is not None
-    refused = ["top_k", *(() if classifies else ("metrics",))]
-    if not classifies or losses.has_label_scores(loss):
-        refused.append("confusion")
-    for name in refused:
-        if getattr(parsed, name):
-            raise UserError(
-                f"{training_options.flag(name)}: expected a model with a score for each class, and "
-                f"images with labels; {parsed.model} has outputs of shape {net.output_shape}"
+    def predict_labels(self):
+        """Write the probabilities of several labels per image; print how many labels are correct.
+
+        A label is predicted if its probability is above 1/2.
+        """
+        parsed, net, images = self.parsed, self.net, self.images
+        (count,) = net.output_shape
+        has_labels = self.has_targets or (images.labels is not None and count == 1)
+        reason = "there are no labels"
+        if has_labels:
+            reason = f"the scores of {parsed.model} are probabilities of separate labels"
+        self._refuse(["top_k", "confusion", *(() if has_labels else ("metrics",))], reason)
+        self._need_csv("the probabilities of labels")
+        names = [printable(name) for name in class_names(net.classes, count)]
+        negative = printable(str((net.loss or {}).get("negative", "")))
+
+        def predicted(row):
+            chosen = ";".join(n for n, p in zip(names, row, strict=True) if p > 0.5)
+            return "" if np.isnan(row).any() else chosen or negative
+
+        if parsed.out:
+            rows = (
+                [images.name(i), predicted(row), *map(_digits, row)]
+                for indices, values in self._batches(predict.probabilities)
+                for i, row in zip(indices, values, strict=True)
             )
-    if parsed.out and parsed.out.lower().endswith(".csv") and len(net.output_shape) == 1:
-        _write_numbers(parsed, world, net, images)
-    elif parsed.out:
-        on_rank_0(world, lambda: arrays.check_path(parsed.out, "--out"))
-        _write(parsed, world, net, images, "outputs")
-    text = f"{len(images)} images, no targets known"
-    if classifies:
-        evaluation = evaluate.evaluate(
-            net,
-            images,
-            world=world,
-            loss=loss,
-            batch_size=parsed.batch_size,
-            confusion=bool(parsed.confusion),
-            metrics=parsed.metrics or (),
-            bad_images=parsed.bad_images,
-            test_flips=parsed.test_flips,
-        )
-        count = losses.labels_per_image(net, images)
-        text = (
-            f"Accuracy: {evaluation.accuracy:.4f} ({evaluation.images} images, {count} labels each)"
-        )
-        text += _table(evaluation)
+            self._write_csv(["image", "predicted", *names], rows)
+        text = f"{len(images)} images, no labels known"
+        if has_labels:
+            text = _accuracy(self._evaluate(), f", {count} labels each" if count > 1 else "")
+        self._print(text, {"Scores": parsed.out})
+
+    def classify(self, classes, reason):
+        """Classify images, write the scores, and print the accuracy if the images have labels.
+
+        `reason` explains why images in sub-folders have no labels; for other images it is None.
+        """
+        parsed, images, (count,) = self.parsed, self.images, self.net.output_shape
+        suffix = f": {reason}" if reason else ""
+        if images.labels is None:
+            for name in ("top_k", "confusion", "metrics"):
+                if getattr(parsed, name):
+                    raise UserError(
+                        f"{training_options.flag(name)}: expected images with labels, found none "
+                        f"in --data {parsed.data}{suffix}"
+                    )
+        self._need_csv("class scores")
+        if parsed.top_k and parsed.top_k > count:
+            raise UserError(f"--top-k {parsed.top_k}: the model has {count} classes")
+        names = [printable(name) for name in class_names(classes, count)]
+        table, in_top_k, n = np.zeros((count, count), np.int64), 0, 0
+        undefined = 0  # images with NaN scores
+
+        def rows():
+            nonlocal in_top_k, n, undefined
+            for indices, (scores, ranked, predicted) in self._batches(predict.scores_and_labels):
+                n += len(indices)
+                undefined += int((predicted < 0).sum())
+                if images.labels is not None:
+                    confusion.tally(table, images.labels[indices], predicted)
+                if parsed.top_k:
+                    places = evaluate.places(ranked, images.labels[indices])
+                    in_top_k += int((places < parsed.top_k).sum())
+                if parsed.out:
+                    for i, k, row in zip(indices, predicted, scores, strict=True):
+                        yield [images.name(i), names[k] if k >= 0 else "", *map(_digits, row)]
+
+        if parsed.out:
+            self._write_csv(["image", "predicted", *names], rows())
+        else:
+            collections.deque(rows(), maxlen=0)
         if parsed.confusion:
-            on_rank_0(world, lambda: evaluation.confusion.save(parsed.confusion))
-    elif has_targets:
-        errors = evaluate.regression_errors(
-            net,
-            images,
-            world=world,
-            batch_size=parsed.batch_size,
-            bad_images=parsed.bad_images,
-            test_flips=parsed.test_flips,
-        )
-        text = f"RMSE: {errors.rmse:.6g}, MAE: {errors.mae:.6g} ({errors.images} images)"
-    if world.rank == 0:
-        print(text)
-        _print_files({"Confusion matrix": parsed.confusion, "Outputs": parsed.out})
-
-
-def _table(evaluation):
-    """Return the table of the requested metrics on separate lines, or an empty string."""
-    return "" if evaluation.metrics is None else f"\n{evaluation.metrics}"
-
-
-def _labels(parsed, world, net, images, loss):
-    """Write the probabilities of several labels per image, and print how many labels are correct.
-
-    A label is predicted if its probability is above 1/2.
-    """
-    (count,) = net.output_shape
-    has_labels = images.targets_shape is not None or (images.labels is not None and count == 1)
-    for name in ("top_k", "confusion", *(() if has_labels else ("metrics",))):
-        if getattr(parsed, name):
-            reason = "there are no labels"
-            if has_labels:
-                reason = f"the scores of {parsed.model} are probabilities of separate labels"
-            raise UserError(
-                f"{training_options.flag(name)}: expected a model with a score for each class, and "
-                f"images with labels; {reason}"
+            matrix = Confusion(table, tuple(names), is_complete=not undefined)
+            on_rank_0(self.world, lambda: matrix.save(parsed.confusion))
+        evaluation = self._evaluate() if parsed.metrics else None
+        lines = [f"{n} images, no labels known{suffix}"]
+        if images.labels is not None and n:
+            accuracy, top_k = table.trace() / n, in_top_k / n
+            if undefined:  # the accuracy of the other images would hide the fault
+                accuracy = top_k = math.nan
+            lines = [f"Accuracy: {accuracy:.4f} ({n} images)"]
+            lines += [f"Top-{parsed.top_k} accuracy: {top_k:.4f}"] if parsed.top_k else []
+            lines += [str(evaluation.metrics)] if evaluation is not None else []
+        if undefined and self.world.rank == 0:
+            print(
+                f"warning: {undefined} of {n} images have NaN scores and no predicted class",
+                file=sys.stderr,
             )
-    if parsed.out and parsed.out.lower().endswith(arrays.ENDINGS):
-        raise UserError(f"--out {parsed.out}: the probabilities of labels are written as .csv")
-    names = [printable(name) for name in class_names(net.classes, count)]
-    negative = printable(str((net.loss or {}).get("negative", "")))
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["image", "predicted", *names])
-    if parsed.out:
-        for indices, values in _batches(parsed, world, net, images, predict.probabilities):
-            for i, row in zip(indices, values, strict=True):
-                labels = ";".join(n for n, p in zip(names, row, strict=True) if p > 0.5) or negative
-                labels = "" if np.isnan(row).any() else labels
-                rows.writerow([images.name(i), labels, *(f"{p:.9g}" for p in row)])
+        files = {"Confusion matrix": parsed.confusion, "Scores": parsed.out}
+        self._print("\n".join(lines), files)
+
+    # ---- what they share ----
+
+    def _refuse(self, names, reason):
+        for name in names:
+            if getattr(self.parsed, name):
+                raise UserError(
+                    f"{training_options.flag(name)}: expected a model with a score for each class, "
+                    f"and images with labels; {reason}"
+                )
+
+    def _need_csv(self, subject):
+        out = self.parsed.out
+        if out and out.lower().endswith(arrays.ENDINGS):
+            raise UserError(f"--out {out}: {subject} are written as .csv")
+
+    def _options(self):
+        parsed = self.parsed
+        return {
+            "world": self.world,
+            "batch_size": parsed.batch_size,
+            "bad_images": parsed.bad_images,
+            "test_flips": parsed.test_flips,
+        }
+
+    def _evaluate(self, **options):
+        options |= {"loss": self.loss, "metrics": self.parsed.metrics or ()}
+        return evaluate.evaluate(self.net, self.images, **self._options(), **options)
+
+    def _batches(self, function, net=None):
+        """Yield (indices, results) of each mini-batch, on rank 0 only."""
+        net = self.net if net is None else net
+        for batch in predict.by_batch(net, self.images, function, **self._options()):
+            if self.world.rank == 0:
+                yield batch
+
+    def _write_csv(self, headings, rows):
+        """Write --out FILE.csv. Every rank consumes the rows, which only rank 0 has."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([headings, *rows])
         content = text.getvalue().encode()
-        on_rank_0(world, lambda: model_file.write_whole(parsed.out, content))
-    line = f"{len(images)} images, no labels known"
-    if has_labels:
-        evaluation = evaluate.evaluate(
-            net,
-            images,
-            world=world,
-            batch_size=parsed.batch_size,
-            loss=loss,
-            metrics=parsed.metrics or (),
-            bad_images=parsed.bad_images,
-            test_flips=parsed.test_flips,
+        on_rank_0(self.world, lambda: write_whole(self.parsed.out, content))
+
+    def _write_array(self, net, name):
+        """Write the outputs for all images to --out in image order, one mini-batch at a time.
+
+        The outputs for skipped images are NaN.
+        """
+        images, file, written = self.images, None, 0
+        if self.world.rank == 0:
+            facts = {"names": [images.name(i) for i in range(len(images))]}
+            if images.labels is not None:
+                facts["labels"] = images.labels
+            file = arrays.ArrayFile(self.parsed.out, name, (len(images), *net.output_shape), facts)
+        for indices, values in self._batches(predict.outputs, net):
+            count = min(self.parsed.batch_size, len(images) - written)
+            if len(values) < count:
+                values, complete = np.full((count, *values.shape[1:]), np.nan, np.float32), values
+                values[indices - written] = complete
+            file.write(values)
+            written += count
+        on_rank_0(self.world, lambda: file.close())
+
+    def _write_numbers(self):
+        """Write --out FILE.csv with a row per image: its name, outputs and targets, if any."""
+        (count,), images = self.net.output_shape, self.images
+        target_count = math.prod(images.targets_shape) if self.has_targets else 0
+
+        def rows():
+            for indices, values in self._batches(predict.outputs):
+                targets: Sequence[Sequence] = [()] * len(indices)
+                if self.has_targets:
+                    table = read_targets(images, indices).reshape(len(indices), target_count)
+                    targets = table.tolist()
+                for i, value, target in zip(indices, values.tolist(), targets, strict=True):
+                    yield [images.name(i), *map(_digits, value), *map(_digits, target)]
+
+        self._write_csv(
+            ["image", *_numbered("output", count), *_numbered("target", target_count)], rows()
         )
-        images_text = f"{evaluation.images} images"
-        images_text += f", {count} labels each" if count > 1 else ""
-        line = f"Accuracy: {evaluation.accuracy:.4f} ({images_text}){_table(evaluation)}"
-    if world.rank == 0:
-        print(line)
-        _print_files({"Scores": parsed.out})
+
+    def _print(self, text, files):
+        """Print the results on rank 0, and then the title and path of each written file."""
+        if self.world.rank == 0:
+            print(text)
+            for title, path in files.items():
+                if path:
+                    print(f"{title}: {printable(path)}")
 
 
-def _print_files(paths):
-    """Print the title and path of each written file in {title: path}; skip paths that are None."""
-    for title, path in paths.items():
-        if path:
-            print(f"{title}: {printable(path)}")
-
-
-def _batches(parsed, world, net, images, function):
-    """Yield (indices, results) of each mini-batch, on rank 0 only.
-
-    The function is collective.
-    """
-    options = {"world": world, "batch_size": parsed.batch_size, "bad_images": parsed.bad_images}
-    options["test_flips"] = parsed.test_flips
-    for batch in predict.by_batch(net, images, function, **options):
-        if world.rank == 0:
-            yield batch
-
-
-def _write(parsed, world, net, images, name):
-    """Write the outputs for all images to --out in image order, one mini-batch at a time.
-
-    The outputs for skipped images are NaN.
-    """
-    file, written = None, 0
-    if world.rank == 0:
-        image_facts = {"names": [images.name(i) for i in range(len(images))]}
-        if images.labels is not None:
-            image_facts["labels"] = images.labels
-        file = arrays.ArrayFile(parsed.out, name, (len(images), *net.output_shape), image_facts)
-    for indices, values in _batches(parsed, world, net, images, predict.outputs):
-        count = min(parsed.batch_size, len(images) - written)
-        if len(values) < count:
-            values, complete = np.full((count, *values.shape[1:]), np.nan, np.float32), values
-            values[indices - written] = complete
-        file.write(values)
-        written += count
-    on_rank_0(world, lambda: file.close())
-
-
-def _write_numbers(parsed, world, net, images):
-    """Write --out FILE.csv with a row per image: name, outputs, and targets if there are any."""
-    (count,), has_targets = net.output_shape, images.targets_shape is not None
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    target_count = math.prod(images.targets_shape) if has_targets else 0
-    rows.writerow(["image", *_numbered("output", count), *_numbered("target", target_count)])
-    for indices, values in _batches(parsed, world, net, images, predict.outputs):
-        targets = [()] * len(indices)
-        if has_targets:
-            targets = read_targets(images, indices).reshape(len(indices), target_count).tolist()
-        for i, value, target in zip(indices, values.tolist(), targets, strict=True):
-            # 9 significant digits determine a float32.
-            rows.writerow([images.name(i), *(f"{v:.9g}" for v in value), *map(_shortest, target)])
-    content = text.getvalue().encode()
-    on_rank_0(world, lambda: model_file.write_whole(parsed.out, content))
+def _accuracy(evaluation, labels):
+    """Return the lines about an accuracy and the requested metrics."""
+    table = "" if evaluation.metrics is None else f"\n{evaluation.metrics}"
+    return f"Accuracy: {evaluation.accuracy:.4f} ({evaluation.images} images{labels}){table}"
 
 
 def _numbered(name, count):
@@ -308,77 +361,6 @@ def _numbered(name, count):
     return [name] if count == 1 else [f"{name} {i + 1}" for i in range(count)]
 
 
-def _shortest(value):
+def _digits(value):
+    """Format a number: whole numbers in full, others with the 9 digits that determine a float32."""
     return str(value) if isinstance(value, int) else f"{value:.9g}"
-
-
-def _check_class_options(parsed, images, count, reason):
-    """Raise UserError if an option does not fit a model with `count` classes and these images."""
-    missing = [name for name in ("top_k", "confusion", "metrics") if getattr(parsed, name)]
-    if images.labels is None and missing:
-        flag, suffix = training_options.flag(missing[0]), f": {reason}" if reason else ""
-        raise UserError(
-            f"{flag}: expected images with labels, found none in --data {parsed.data}{suffix}"
-        )
-    if parsed.out and parsed.out.lower().endswith(arrays.ENDINGS):
-        raise UserError(f"--out {parsed.out}: class scores are written as .csv")
-    if parsed.top_k and parsed.top_k > count:
-        raise UserError(f"--top-k {parsed.top_k}: the model has {count} classes")
-
-
-def _classes(parsed, world, net, images, classes, loss, reason):
-    """Classify images, write the scores, and print the accuracy if the images have labels.
-
-    `reason` explains why images in sub-folders have no labels; for other images it is None.
-    """
-    (count,) = net.output_shape
-    _check_class_options(parsed, images, count, reason)
-    table = np.zeros((count, count), np.int64)
-    in_top_k, n, text = 0, 0, io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    names = [printable(name) for name in class_names(classes, count)]
-    rows.writerow(["image", "predicted", *names])
-    undefined = 0  # images with NaN scores
-    for indices, outputs in _batches(parsed, world, net, images, predict.scores_and_labels):
-        scores, ranked, predicted = outputs
-        n += len(indices)
-        undefined += int((predicted < 0).sum())
-        if images.labels is not None:
-            confusion.tally(table, images.labels[indices], predicted)
-        if parsed.top_k:
-            places = evaluate.places(ranked, images.labels[indices])
-            in_top_k += int((places < parsed.top_k).sum())
-        if parsed.out:
-            for i, k, row in zip(indices, predicted, scores, strict=True):
-                # 9 significant digits determine a float32.
-                name = names[k] if k >= 0 else ""
-                rows.writerow([images.name(i), name, *(f"{v:.9g}" for v in row)])
-    if parsed.out:
-        content = text.getvalue().encode()
-        on_rank_0(world, lambda: model_file.write_whole(parsed.out, content))
-    if parsed.confusion:
-        matrix = Confusion(table, tuple(names), is_complete=not undefined)
-        on_rank_0(world, lambda: matrix.save(parsed.confusion))
-    evaluation = None
-    if parsed.metrics:
-        options = {"batch_size": parsed.batch_size, "bad_images": parsed.bad_images}
-        options |= {"test_flips": parsed.test_flips, "metrics": parsed.metrics, "loss": loss}
-        evaluation = evaluate.evaluate(net, images, world=world, **options)
-    if world.rank == 0:
-        if undefined:
-            print(
-                f"warning: {undefined} of {n} images have NaN scores and no predicted class",
-                file=sys.stderr,
-            )
-        if images.labels is not None and n:
-            accuracy, top_k = table.trace() / n, in_top_k / n
-            if undefined:  # the accuracy of the other images would hide the fault
-                accuracy = top_k = math.nan
-            print(f"Accuracy: {accuracy:.4f} ({n} images)")
-            if parsed.top_k:
-                print(f"Top-{parsed.top_k} accuracy: {top_k:.4f}")
-            if evaluation is not None:
-                print(evaluation.metrics)
-        else:
-            print(f"{n} images, no labels known{f': {reason}' if reason else ''}")
-        _print_files({"Confusion matrix": parsed.confusion, "Scores": parsed.out})

@@ -11,9 +11,9 @@ from mpidl.evaluation import confusion, evaluate
 from mpidl.evaluation.evaluate import Evaluation
 from mpidl.files import on_rank_0, write_whole
 from mpidl.losses import has_class_scores
-from mpidl.report import metrics
+from mpidl.report import metrics, run_files
 from mpidl.training import progress, skipped_images
-from mpidl.training.files import model_file, run_folder
+from mpidl.training.files import model_file
 from mpidl.training.schedules import ENDING
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def write_results(
     """
     model_file.save_model(os.path.join(session.out, "model.h5"), net)
     if test is not None and test.confusion is not None:
-        test.confusion.save(os.path.join(session.out, run_folder.CONFUSION))
+        test.confusion.save(os.path.join(session.out, run_files.CONFUSION))
     if test is not None and test.metrics is not None:
-        test.metrics.save(os.path.join(session.out, run_folder.CLASS_METRICS))
+        test.metrics.save(os.path.join(session.out, run_files.CLASS_METRICS))
     world, number = session.world, metrics.number
     summary: dict[str, Any] = {
         "accuracy": number(test and test.accuracy),  # None without test or classes
@@ -101,7 +101,7 @@ def write_results(
     if weights_file is not None:
         summary["weights_file"] = weights_file
     content = json.dumps(summary, indent=1) + "\n"
-    write_whole(os.path.join(session.out, run_folder.SUMMARY), content.encode())
+    write_whole(os.path.join(session.out, run_files.SUMMARY), content.encode())
 
 
 def describe_position(position: Mapping[str, Any], options: TrainingOptions) -> str:

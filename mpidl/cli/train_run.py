@@ -12,6 +12,7 @@ from mpidl.data.storage.settings import refuse_remote
 from mpidl.files import on_rank_0
 from mpidl.ranks import failure, survival
 from mpidl.ranks.world import World
+from mpidl.report.run_files import OPTIONS
 from mpidl.report.trackers import tracking
 from mpidl.training import (
     input_pipeline,
@@ -23,7 +24,7 @@ from mpidl.training import (
 )
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.files.folder_lock import FolderLock
-from mpidl.training.files.run_folder import COMMAND_WORDS, OPTIONS
+from mpidl.training.files.run_folder import COMMAND_WORDS
 from mpidl.training.options import configuration, training_options
 from mpidl.training.session import Session
 from mpidl.training.trainer import Trainer

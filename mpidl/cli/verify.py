@@ -4,7 +4,6 @@ Run the command without mpirun; it starts mpirun or srun itself for each number 
 folder of a run, the command trains nothing and needs no MPI.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from mpidl.data.storage.settings import check_url
 from mpidl.errors import Fault, UserError
 from mpidl.launcher import environment, launcher
 from mpidl.ranks import failure
-from mpidl.report import Console
+from mpidl.report import Console, run_files
 from mpidl.text import aligned, printable
 from mpidl.training.files import generations
 
@@ -66,8 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     raise UserError(text.removeprefix("mpidl: "))
                 print("\n".join(lines), file=sys.stderr)
                 raise Fault(f"training on {ranks} ranks ended with exit code {process.returncode}")
-            with open(os.path.join(out, "summary.json")) as file:
-                summary = json.load(file)
+            summary = run_files.read_summary(out)
             hashes[ranks] = summary["weights_sha256"]
             print(
                 f"{ranks:5}  {summary['iterations']:10}  {summary['loss']:<12.8f}  "

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from mpidl.files import write_whole
-from mpidl.report import metrics
+from mpidl.report import run_files
 
 TRAINING, VALIDATION, FAINT = "#2c6fbb", "#c8501e", "#a9c6e6"
 FINAL = "#3c8d40"  # the validation of the returned network
@@ -21,7 +21,7 @@ def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bo
         figure = new_figure(9, 6.5)
     except ImportError:
         return False
-    records = metrics.read(metrics_path)
+    records = run_files.read_records(metrics_path)
     loss_axes, accuracy_axes = figure.subplots(2, 1, sharex=True)
 
     ends = {r["epoch"]: r["iteration"] for r in records if r.get("kind") == "epoch"}

@@ -20,6 +20,7 @@ from mpidl.errors import LostLock, NotFinite, UserError
 from mpidl.files import call_together, on_rank_0, reason
 from mpidl.ranks import hang_report
 from mpidl.report import Metrics, history, metrics, status
+from mpidl.report.run_files import CLASS_METRICS, CONFUSION, OPTIONS, SUMMARY
 from mpidl.report.trackers import tracking
 from mpidl.training.audit import audit
 from mpidl.training.files import checkpoint, lock_file
@@ -29,12 +30,10 @@ from mpidl.training.progress import Position
 if TYPE_CHECKING:
     from mpidl.training.session import Session
 
-BAD_IMAGES, CONFUSION, TENSORBOARD = "bad-images.csv", "confusion.csv", "tensorboard"
-CLASS_METRICS, TIMELINE = "class-metrics.csv", "timeline.json.gz"
-OPTIONS, SUMMARY = "options.toml", "summary.json"
+BAD_IMAGES, TENSORBOARD, TIMELINE = "bad-images.csv", "tensorboard", "timeline.json.gz"
 EVENT_FILES = "events.out.tfevents.*"  # in the folder TENSORBOARD
 # A folder with one of these files belongs to a run.
-MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, history.FILE, status.NAME)
+MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, metrics.FILE, status.NAME)
 # Files of an earlier run that a new run in the same folder removes, in addition to event files.
 # The list does not include the lock, because the new run holds it.
 RESULTS = (
@@ -44,7 +43,7 @@ RESULTS = (
     CONFUSION,
     CLASS_METRICS,
     hang_report.NAME,
-    history.FILE,
+    metrics.FILE,
     "model.h5",
     OPTIONS,
     "progress.png",
@@ -53,7 +52,7 @@ RESULTS = (
     TIMELINE,
     tracking.IDENTITIES,
 )
-COPIED = (history.FILE, TENSORBOARD)  # copied if a run is resumed in a different folder
+COPIED = (metrics.FILE, TENSORBOARD)  # copied if a run is resumed in a different folder
 RECORD = ("kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds")
 RECORD += ("accuracy",)  # the arguments of `RunWriter.record`
 # Before it writes a record, a run checks its lock if the last check is older than this time. Only a
@@ -209,7 +208,7 @@ class RunWriter:
         self.before_checkpoint: list[Callable[[], None]] = []
         if self.out is not None:
             session.make_folder()
-            path = os.path.join(self.out, history.FILE)
+            path = os.path.join(self.out, metrics.FILE)
             open_metrics = functools.partial(Metrics, path, world.rank, cut=cut)
             self.metrics = call_together(world, open_metrics)
             if cut is not None and cut.iteration:

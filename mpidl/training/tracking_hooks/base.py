@@ -18,16 +18,16 @@ from mpidl.files import call_together
 from mpidl.losses import has_class_scores
 from mpidl.ranks.world import World
 from mpidl.report import confusion
+from mpidl.report.run_files import CONFUSION, OPTIONS, SUMMARY
 from mpidl.report.trackers import tracking
 from mpidl.report.trackers.tracking import Tracker
-from mpidl.training.files.run_folder import CONFUSION
 from mpidl.training.progress import EpochSummary
 
 if TYPE_CHECKING:
     from mpidl.training.trainer import Trainer
 
 # Files of a run that trackers copy at the end of the run.
-FILES = ("options.toml", "summary.json", CONFUSION, "progress.png", "model.h5")
+FILES = (OPTIONS, SUMMARY, CONFUSION, "progress.png", "model.h5")
 
 
 class TrackingHook:
