@@ -61,7 +61,8 @@ def open_images(
     source = pretrained.load(resolved, session.checkpoint, sets.train, world)
     if source is not None and not preprocess:
         preprocess = pretrained.conversion(source.net, sets.train, options)
-        sets = Sets(*(images and data.preprocessed(images, preprocess) for images in sets))
+        converted = (images and data.preprocessed(images, preprocess) for images in sets)
+        sets = Sets(*converted)
     with session.console.stage("reading the test data"):
         train_set, test_set = start.with_test(
             run, sets.train, sets.test, world, preprocess, seed=options.seed, typed=typed

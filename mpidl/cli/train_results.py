@@ -19,8 +19,8 @@ from mpidl.training.schedules import ENDING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from mpidl.data.datastore import Datastore
     from mpidl.data.loading.bad_images import BadImages
-    from mpidl.data.registry import Sets
     from mpidl.nn import Network
     from mpidl.training.options.training_options import TrainingOptions
     from mpidl.training.progress import Result
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
 
 def test_network(
     net: Network,
-    sets: Sets,
+    train_set: Datastore,
+    test_set: Datastore,
     options: TrainingOptions,
     session: Session,
     bad_images: BadImages | None,
 ) -> Evaluation:
     """Evaluate the network on the test set, and list the skipped images. Collective."""
-    loss, world = options.loss_for(net, sets.train, session.world), session.world
-    with session.console.stage("test", len(sets.test)) as advance:
+    loss, world = options.loss_for(net, train_set, session.world), session.world
+    with session.console.stage("test", len(test_set)) as advance:
         evaluation = evaluate.evaluate(
             net,
-            sets.test,
+            test_set,
             world=world,
             signals=session.signals,
             loss=loss,
@@ -52,8 +53,8 @@ def test_network(
     session.lock.confirm()
     if bad_images:
         session.console.line(f"Skipped images: {len(bad_images)} of test")
-        parts = {"test": (sets.test, bad_images)}
-        on_rank_0(world, lambda: skipped_images.write_list(session.out, parts))
+        parts = {"test": (test_set, bad_images)}
+        on_rank_0(world, lambda: skipped_images.write_list(session.folder, parts))
     return evaluation
 
 
@@ -69,11 +70,11 @@ def write_results(
 
     `skipped` is the number of test images that could not be read.
     """
-    model_file.save_model(os.path.join(session.out, "model.h5"), net)
+    model_file.save_model(os.path.join(session.folder, "model.h5"), net)
     if test is not None and test.confusion is not None:
-        test.confusion.save(os.path.join(session.out, run_files.CONFUSION))
+        test.confusion.save(os.path.join(session.folder, run_files.CONFUSION))
     if test is not None and test.metrics is not None:
-        test.metrics.save(os.path.join(session.out, run_files.CLASS_METRICS))
+        test.metrics.save(os.path.join(session.folder, run_files.CLASS_METRICS))
     world, number = session.world, metrics.number
     summary: dict[str, Any] = {
         "accuracy": number(test and test.accuracy),  # None without test or classes
@@ -101,7 +102,7 @@ def write_results(
     if weights_file is not None:
         summary["weights_file"] = weights_file
     content = json.dumps(summary, indent=1) + "\n"
-    write_whole(os.path.join(session.out, run_files.SUMMARY), content.encode())
+    write_whole(os.path.join(session.folder, run_files.SUMMARY), content.encode())
 
 
 def describe_position(position: Mapping[str, Any], options: TrainingOptions) -> str:

@@ -109,7 +109,7 @@ class _Training:
         """Return the facts of the Python file of --network, or None without a file."""
         network = self.run["network"]
         if self.resolved.sources["network"] == "resumed run":
-            user_files.check_resumed(network, self.saved, self.typed["resume"])
+            user_files.check_resumed(network, self.saved or {}, self.typed["resume"])
         return user_files.network_file(network)
 
     def open_images(self):
@@ -143,7 +143,7 @@ class _Training:
         self.page = live_page.open_page(self.world, self.typed.get("monitor"), "--monitor")
         self.title = pretrained.title(self.run)
         self.session.make_folder(self.title)
-        self.out = self.session.out
+        self.out = self.session.folder
 
     def announce(self):
         """Print notes, warnings and what is trained on what, and write options.toml."""
@@ -211,7 +211,12 @@ class _Training:
         if stopped in (None, progress.PATIENCE):
             if self.sets.test is not None:
                 self.test = train_results.test_network(
-                    self.net, self.sets, self.options, self.session, self.skipped
+                    self.net,
+                    self.sets.train,
+                    self.sets.test,
+                    self.options,
+                    self.session,
+                    self.skipped,
                 )
             stopped = failure.agreed_signal(self.signals, self.world)
         self.session.lock.confirm()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidl.evaluation.validation import BEST
+from mpidl.report.metrics import Metrics
 from mpidl.training import skipped_images
 from mpidl.training.files import run_state
 
@@ -126,7 +127,7 @@ class IterationStart:
         self.losses += len(lost)
         facts = {"ranks": [rank for rank, _ in lost], "hosts": [host for _, host in lost]}
         facts |= {"ranks_left": world.size, "seconds_lost": round(repeated_seconds + seconds, 3)}
-        trainer.writer.record_lost(position.epoch, position.iteration, facts)
+        trainer.writer.add(Metrics.record_lost, position.epoch, position.iteration, facts)
         trainer.console.line(
             f"{describe(lost, world)} after iteration {position.iteration}; time lost: "
             f"{repeated_seconds:.2f} s of work to repeat and {seconds:.2f} s to restore the state"

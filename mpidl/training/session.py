@@ -88,7 +88,7 @@ class Session:
             raise UserError(f"resume: expected the folder of a run, found {kind}")
         self.world, self.lock, self._words = world, lock, words
         self._resumed = resume if is_folder else None
-        self.out = self._resumed if out is None else out
+        self.out: Any = self._resumed if out is None else out
         self._spelled = words[1 if out is None and resume is not None else 0]
         # A caller that passes a loaded checkpoint has already prepared the folder.
         self._may_hold_a_run = overwrite or not is_folder
@@ -101,6 +101,11 @@ class Session:
         self.checkpoint = resume
         if self._resumed is not None:
             self.checkpoint = on_rank_0(world, lambda: checkpoint.load(resume))
+
+    @property
+    def folder(self) -> str:
+        """The folder of a run that has one, once `make_folder` has made it."""
+        return os.fspath(self.out)
 
     def make_folder(self, title: str = "run") -> None:
         """Create and lock the folder, and remove the files of an earlier run.
@@ -115,25 +120,25 @@ class Session:
         """
         if self._is_made:
             return
-        if self.out is None:
-            self.out = on_rank_0(self.world, lambda: run_folder.next_folder(title))
-        self.lock.take(self.out, self._spelled)
+        out = self.out
+        if out is None:
+            out = self.out = on_rank_0(self.world, lambda: run_folder.next_folder(title))
+        self.lock.take(out, self._spelled)
         self._refuse_a_run()  # another job may have started a run just before the lock was taken
         if self._is_cleared:
-            on_rank_0(self.world, self._clear)
+            on_rank_0(self.world, lambda: self._clear(out))
         self._is_made = True
 
     def _refuse_a_run(self):
-        if self.out is not None and not self._may_hold_a_run:
-            on_rank_0(
-                self.world, lambda: run_folder.refuse_a_run(self.out, self._resumed, self._words)
-            )
+        out, resumed = self.out, self._resumed
+        if out is not None and not self._may_hold_a_run:
+            on_rank_0(self.world, lambda: run_folder.refuse_a_run(out, resumed, self._words))
 
-    def _clear(self):
+    def _clear(self, out):
         try:
-            run_folder.make_folder(self.out, self._resumed)
+            run_folder.make_folder(out, self._resumed)
         except OSError as error:
-            spelled = self._spelled.format(self.out)
+            spelled = self._spelled.format(out)
             raise UserError(f"{spelled}: cannot be written: {reason(error)}") from error
 
     def advice(self, learning_rate: float) -> str:

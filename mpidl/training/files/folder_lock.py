@@ -152,4 +152,5 @@ class FolderLock:
 
     def _renew(self):
         while not self._is_over.wait(lock_file.RENEW_SECONDS):
-            self._file.renew()
+            if self._file is not None:
+                self._file.renew()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import glob
 import itertools
 import os
@@ -111,7 +110,9 @@ def make_folder(out: str, resumed: str | None = None) -> None:
             raise IsADirectoryError(errno.EISDIR, f"{path}: expected a file, found a folder")
     if any(os.path.lexists(os.path.join(out, name)) for name in MARKS):
         _remove_run(out, paths)
-    for name in COPIED if resumed is not None else ():
+    if resumed is None:
+        return
+    for name in COPIED:
         source, target = os.path.join(resumed, name), os.path.join(out, name)
         if os.path.isdir(source):
             shutil.copytree(source, target, dirs_exist_ok=True)
@@ -195,7 +196,7 @@ class RunWriter:
     """
 
     def __init__(self, session: Session, cut: metrics.Cut | None = None) -> None:
-        self.session, self.out, self.world = session, session.out, session.world
+        self.session, self.world = session, session.world
         world = self.world
         self.metrics: Metrics | None = None
         self.record_error: UserError | LostLock | None = None
@@ -206,11 +207,11 @@ class RunWriter:
         self.recorder = history.HistoryRecorder()
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         self.before_checkpoint: list[Callable[[], None]] = []
-        if self.out is not None:
+        self.out = out = session.out
+        if out is not None:
             session.make_folder()
-            path = os.path.join(self.out, metrics.FILE)
-            open_metrics = functools.partial(Metrics, path, world.rank, cut=cut)
-            self.metrics = call_together(world, open_metrics)
+            path = os.path.join(out, metrics.FILE)
+            self.metrics = call_together(world, lambda: Metrics(path, world.rank, cut=cut))
             if cut is not None and cut.iteration:
                 self.recorder = on_rank_0(world, lambda: _recorded(path))
 
@@ -234,20 +235,17 @@ class RunWriter:
         self.recorder.add(record)
         for listener in self.listeners:
             listener(record)
-        if self.metrics is not None:
-            self._try(functools.partial(self.metrics.record, metrics=metrics), *numbers)
+        self.add(Metrics.record, *numbers, metrics=metrics)
 
-    def record_ranks(self, *arguments: Any) -> None:
-        """Call `Metrics.record_ranks`, which writes a line to metrics.jsonl."""
-        if self.metrics is not None:
-            self._try(self.metrics.record_ranks, *arguments)
+    def add(self, method: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        """Call a method of `Metrics`, such as `record_ranks`, if the run has a folder.
 
-    def _try(self, write, *arguments):
-        """Call a function unless an earlier call failed; keep its error for `save` to raise."""
-        if self.record_error is None:
+        If the method fails, `save` raises the error, and later calls do nothing.
+        """
+        if self.metrics is not None and self.record_error is None:
             try:
                 self.session.lock.check(RECORD_LOOK_SECONDS)
-                write(*arguments)
+                method(self.metrics, *arguments, **keywords)
             except (UserError, LostLock) as error:
                 self.record_error = error
 
@@ -281,19 +279,20 @@ class RunWriter:
         UserError
             If this checkpoint, or an earlier checkpoint, plot or record, could not be written.
         """
-        if self.out is None:
+        file, out = self.metrics, self.out
+        if file is None or out is None:
             return
         audit(self.world, tables, position.iteration)
         self.check_finite(tables, position.iteration, learning_rate)
 
         def write():
             self.raise_record_error()
-            self.metrics.flush()
+            file.flush()
             for function in self.before_checkpoint:
                 function()
             all_facts = {"position": asdict(position), **facts}
             claim = self.session.lock.claim
-            self.background.save(self.out, tables, all_facts, self.metrics.path, claim)
+            self.background.save(out, tables, all_facts, file.path, claim)
 
         self.write(write)
 
@@ -311,19 +310,14 @@ class RunWriter:
         if self.out is not None:
             call_together(self.world, self.background.wait)
 
-    def record_lost(self, *arguments: Any) -> None:
-        """Call `Metrics.record_lost`, which writes a line to metrics.jsonl."""
-        if self.metrics is not None:
-            self._try(self.metrics.record_lost, *arguments)
-
     def rewind(self, cut: metrics.Cut) -> None:
         """Remove the records that the run will repeat.
 
         The current rank 0 may not be the rank that wrote the records.
         """
         self.recorder.cut(cut)
-        if self.metrics is not None and self.world.rank == 0:
-            self._try(self.metrics.rewind, cut, self.recorder.records())
+        if self.world.rank == 0:
+            self.add(Metrics.rewind, cut, self.recorder.records())
 
     def plot(self, end: bool = False) -> None:
         """Start to draw progress.png, at most once per `PLOT_SECONDS`.
@@ -331,15 +325,18 @@ class RunWriter:
         If `end` is true, always draw the plot, and wait until the file is written.
         """
 
+        file = self.metrics
+        if file is None:
+            return
+
         def draw():
             if end or time.monotonic() - self.plot_time >= PLOT_SECONDS:
-                self.metrics.flush()
-                path = os.path.join(self.out, "progress.png")
-                self.background.plot(self.metrics.path, path, wait=end)
+                file.flush()
+                path = os.path.join(os.path.dirname(file.path), "progress.png")
+                self.background.plot(file.path, path, wait=end)
                 self.plot_time = time.monotonic()
 
-        if self.out is not None:
-            self.write(draw)
+        self.write(draw)
 
     def close(self) -> None:
         """Wait for the files that are being written, and close metrics.jsonl.
