@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl.evaluation.validation import BEST
 from mpidl.report.metrics import Metrics
 from mpidl.training import skipped_images
 from mpidl.training.files import run_state
@@ -95,12 +92,7 @@ class IterationStart:
         """Copy the current state, which all ranks have reached, unless it was copied already."""
         if not self._is_reached:
             return
-        tables, facts = run_state.progress(trainer)
-        for table, arrays in tables.items():
-            if table not in BEST:  # arrays of the best network are never changed in place
-                tables[table] = _copy_into(self._arrays.get(table, {}), arrays)
-        self._arrays = tables
-        self._facts = {"position": asdict(trainer.position), **copy.deepcopy(facts)}
+        self._arrays, self._facts = run_state.snapshot(trainer, self._arrays)
         self._is_reached, self._kept_number, self._kept_time = False, self._number, self._time
 
     def restore(self, trainer: Trainer) -> None:
@@ -132,15 +124,3 @@ class IterationStart:
             f"{describe(lost, world)} after iteration {position.iteration}; time lost: "
             f"{repeated_seconds:.2f} s of work to repeat and {seconds:.2f} s to restore the state"
         )
-
-
-def _copy_into(copies, arrays):
-    """Return copies of arrays by name; reuse the memory of `copies` if all shapes are equal.
-
-    Copies are necessary because the optimizer overwrites arrays in place.
-    """
-    if {k: a.shape for k, a in copies.items()} != {k: np.shape(a) for k, a in arrays.items()}:
-        return {name: np.array(array) for name, array in arrays.items()}
-    for name, array in arrays.items():
-        np.copyto(copies[name], array)
-    return copies

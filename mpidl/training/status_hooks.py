@@ -50,46 +50,29 @@ def watched(
     if folder is None or signals.look is not None:
         yield
         return
-    file = StopFile(folder, world)
-    file.remove()
-    signals.look = lambda: lock_file.NAME if lock.is_lost else file.look()
+    look_time = -math.inf
+
+    def look():
+        nonlocal look_time
+        if lock.is_lost:
+            return lock_file.NAME
+        now = time.monotonic()
+        if world.rank or now - look_time < stop_file.SECONDS:
+            return None
+        look_time = now
+        return stop_file.REASON if stop_file.read(folder) == stop_file.NOW else None
+
+    def remove():
+        if world.rank == 0 and not lock.is_lost:
+            stop_file.remove(folder)
+
+    remove()
+    signals.look = look
     try:
         yield
     finally:
         signals.look = None
-        if not lock.is_lost:
-            file.remove()
-
-
-class StopFile:
-    """The file `stop` in the folder of a run.
-
-    Parameters
-    ----------
-    folder : path
-        Folder of the run.
-    world : World
-        The ranks of the run. The methods do nothing on ranks other than 0.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], world: World) -> None:
-        self.folder, self.world, self.look_time = folder, world, -math.inf
-
-    def remove(self) -> None:
-        """Remove the file."""
-        if self.world.rank == 0:
-            stop_file.remove(self.folder)
-
-    def look(self) -> str | None:
-        """Return a reason if the file requests an immediate stop, else None.
-
-        The file is read at most once per `stop_file.SECONDS`.
-        """
-        now = time.monotonic()
-        if self.world.rank or now - self.look_time < stop_file.SECONDS:
-            return None
-        self.look_time = now
-        return stop_file.REASON if stop_file.read(self.folder) == stop_file.NOW else None
+        remove()
 
 
 def stop_after_epoch(folder: str | os.PathLike[str], signals: Signals) -> None:
