@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mpidl.cli.parser import Parser, count, rank_counts
+from mpidl.cli.parser import Parser, rank_counts
 from mpidl.errors import UserError
 from mpidl.nn import zoo
+from mpidl.options.declaration import at_least, check_value
 from mpidl.training.options import training_options
 
 # {sub-command, usually the name of its module: what it measures}
@@ -334,7 +335,7 @@ def _add_transfer(parser, command):
         ("--pretraining-epochs", 3, "epochs of the pretraining"),
         ("--test-images", 1000, "largest number of test images"),
     ):
-        parser.text(flag, "N", f"{text} ({default})", default=default, type=count(flag))
+        parser.number(flag, f"{text} ({default})", default=default)
 
 
 def _add_compare(parser):
@@ -369,7 +370,7 @@ def _add_compare(parser):
 def _add_gpu(parser, command):
     _add_settings(parser, "digits:128,digits:1024,cifar:256,cifar:1024")
     text = "total time limit; compiled variants run last (900)"
-    parser.text("--limit", "SECONDS", text, default=900, type=count("--limit"))
+    parser.number("--limit", text, metavar="SECONDS", default=900)
     _add_counts(parser, ROUNDS)
 
 
@@ -382,7 +383,7 @@ def _add_counts(parser, *counts):
     """Add options with integer values; each of `counts` is (name, default, help)."""
     for name, default, text in counts:
         flag = f"--{name}"
-        parser.text(flag, "N", f"{text} ({default})", default=default, type=count(flag))
+        parser.number(flag, f"{text} ({default})", default=default)
 
 
 class Layout(NamedTuple):
@@ -412,7 +413,7 @@ def _layouts(text):
     layouts = []
     for part in text.split(","):
         ranks, cross, threads = part.partition("x")
-        threads = count("--ranks")(threads) if cross else None
+        threads = check_value(at_least(1), threads, "--ranks", text=True) if cross else None
         layouts.append(Layout(rank_counts(ranks)[0], threads))
     return layouts
 
@@ -434,7 +435,9 @@ def _words(text: str) -> list[str]:
 
 def _counts(flag: str) -> Callable[[str], list[int]]:
     """Return a parser for an option whose value is a list of integers of at least 1."""
-    return lambda text: [count(flag)(part) for part in text.split(",")]
+    return lambda text: [
+        check_value(at_least(1), part, flag, text=True) for part in text.split(",")
+    ]
 
 
 def _names(flag: str, candidates: list[str]) -> Callable[[str], list[str]]:

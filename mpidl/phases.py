@@ -37,9 +37,6 @@ SPAN = np.dtype([("start", "<i8"), ("end", "<i8"), ("label", "<u4"), ("size", "<
 BRIEF = 5_000  # in nanoseconds; shorter spans of polling are not stored
 
 _pack = Struct("<qqII").pack_into
-_totals, _kind, _since = [0] * len(KINDS), OTHER, now()
-_spans: Spans | None = None
-_iteration_start = 0
 
 
 class Spans:
@@ -102,6 +99,25 @@ class Spans:
         return spans[spans["end"] > 0]  # another thread may be adding a span
 
 
+class _Clock:
+    """The time of the main thread by kind, and the memory for spans while spans are stored."""
+
+    def __init__(self) -> None:
+        self.totals, self.kind, self.since = [0] * len(KINDS), OTHER, now()
+        self.spans: Spans | None = None
+        self.iteration_start = 0
+
+    def switch(self, kind: int) -> int:
+        """Count the time under another kind from now on; return the time."""
+        time = now()
+        self.totals[self.kind] += time - self.since
+        self.kind, self.since = kind, time
+        return time
+
+
+_clock = _Clock()
+
+
 class Phase:
     """Context manager that counts the time of a block under a kind and stores the block as a span.
 
@@ -123,65 +139,46 @@ class Phase:
         self._kind, self._name, self._shortest = kind, name, shortest
 
     def __enter__(self) -> None:
-        global _kind, _since
-        self._start = time = now()
-        _totals[_kind] += time - _since
-        self._outer, _kind, _since = _kind, self._kind, time
+        self._outer = _clock.kind
+        self._start = _clock.switch(self._kind)
 
     def __exit__(self, *_: object) -> None:
-        global _kind, _since
-        time = now()
-        _totals[self._kind] += time - _since
-        _kind, _since = self._outer, time
-        if _spans is not None and time - self._start >= self._shortest:
-            _spans.add(MAIN, KINDS[self._kind], self._name, self._start, time)
+        time, spans = _clock.switch(self._outer), _clock.spans
+        if spans is not None and time - self._start >= self._shortest:
+            spans.add(MAIN, KINDS[self._kind], self._name, self._start, time)
 
 
 def move(kind: int, nanoseconds: int) -> None:
-    """Count a part of the time since the last change of kind under another kind.
-
-    Parameters
-    ----------
-    kind : int
-        The other kind.
-    nanoseconds : int
-        The time to count under the other kind.
-    """
-    _totals[_kind] -= nanoseconds
-    _totals[kind] += nanoseconds
+    """Count some nanoseconds since the last change of kind under another kind."""
+    _clock.totals[_clock.kind] -= nanoseconds
+    _clock.totals[kind] += nanoseconds
 
 
 def iteration_ends(number: int | None = None) -> None:
-    """Store a span from the last call of this function until now, as the span of an iteration.
+    """Store a span from the last call of this function until now, as iteration `number`.
 
-    Parameters
-    ----------
-    number : int, optional
-        Number of the iteration. If None, no span is stored, and the next iteration begins now.
+    Without a number, no span is stored, and the next iteration begins now.
     """
-    global _iteration_start
-    time = now()
-    if _spans is not None and number is not None and _iteration_start:
-        _spans.add(ITERATIONS, "iteration", "iteration", _iteration_start, time, number)
-    _iteration_start = time
+    start, _clock.iteration_start = _clock.iteration_start, now()
+    if _clock.spans is not None and number is not None and start:
+        end = _clock.iteration_start
+        _clock.spans.add(ITERATIONS, "iteration", "iteration", start, end, number)
 
 
 def spans() -> Spans | None:
     """Return the current Spans, or None if spans are not being stored."""
-    return _spans
+    return _clock.spans
 
 
 def store_spans(capacity: int) -> None:
     """Start to store spans. At most `capacity` spans are stored."""
-    global _spans, _iteration_start
-    _spans, _iteration_start = Spans(capacity), 0
-    record(_spans)
+    _clock.spans, _clock.iteration_start = Spans(capacity), 0
+    record(_clock.spans)
 
 
 def take_spans() -> Spans | None:
     """Stop storing spans, and return the stored spans, or None if spans were not being stored."""
-    global _spans
-    stored, _spans = _spans, None
+    stored, _clock.spans = _clock.spans, None
     record(None)
     return stored
 
@@ -189,7 +186,7 @@ def take_spans() -> Spans | None:
 @contextlib.contextmanager
 def named_places() -> Iterator[None]:
     """Make `place` return the open spans within the `with` block, even if spans are not stored."""
-    if _spans is not None:
+    if _clock.spans is not None:
         yield
         return
     store_spans(0)
@@ -211,6 +208,6 @@ class Seconds(NamedTuple):
 
 def seconds() -> Seconds:
     """Return the time of each kind since the start of the process."""
-    totals = list(_totals)
-    totals[_kind] += now() - _since
+    totals = list(_clock.totals)
+    totals[_clock.kind] += now() - _clock.since
     return Seconds(*(total / 1e9 for total in totals))

@@ -21,7 +21,7 @@ omp_num_threads = os.environ.get("OMP_NUM_THREADS", "")
 JOB_TOKEN = "MPIDL_JOB_TOKEN"  # the same value if the job starts again
 JOB_START = "MPIDL_JOB_START"  # how many times the job was started
 
-early_signal: str | None = None  # name of the last signal that `note` received
+early_signals: list[str] = []  # names of the signals that `note` has received
 
 
 def command() -> str | None:
@@ -60,8 +60,7 @@ def begin() -> None:
 
 def note(number: int, frame: object) -> None:
     """Store the name of a signal for `failure.Signals`."""
-    global early_signal
-    early_signal = signal.Signals(number).name
+    early_signals.append(signal.Signals(number).name)
 
 
 def end() -> None:

@@ -2,8 +2,11 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 NAMES_IN_A_LINE = 10  # maximum number of names that `name_list` writes; the rest are only counted
 
 
@@ -93,6 +96,14 @@ def host_list(hosts: Iterable[str]) -> str:
                 text = f"[{ranges(map(int, members), width)}]"
             names.append(f"{before}{text}{after}")
     return name_list(names)
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return {key: its values in order} of pairs (key, value), in the order of the first pairs."""
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def class_names(classes: Iterable | None, count: int) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ def test_a_user_program_keeps_its_handlers(handlers):
 
 def test_an_early_signal_stops_the_training(monkeypatch, handlers):
     monkeypatch.setattr(startup, "command", lambda: "train")
-    monkeypatch.setattr(startup, "early_signal", None)
+    monkeypatch.setattr(startup, "early_signals", [])
     signal.pthread_sigmask(signal.SIG_BLOCK, startup.NUMBERS)
     signal.raise_signal(signal.SIGUSR1)
     assert signal.sigpending() == {signal.SIGUSR1}
@@ -75,6 +75,6 @@ def test_a_command_without_checkpoints_keeps_the_default(monkeypatch, handlers):
 
 def test_signals_of_a_user_program_are_not_early(monkeypatch):
     """In a user's program, `Signals` ignores signals from before the training."""
-    monkeypatch.setattr(startup, "early_signal", "SIGUSR1")
+    monkeypatch.setattr(startup, "early_signals", ["SIGUSR1"])
     with Signals() as signals:
         assert signals.name is None

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from benchmarks import report
 from mpidl.backends.gpu.discovery import visible
-from mpidl.cli.parser import Parser, count
+from mpidl.cli.parser import Parser
 from mpidl.errors import UserError
 from mpidl.files import write_whole
 from mpidl.launcher import environment
@@ -146,7 +146,7 @@ def _arguments(argv):
     )
     limits = ", ".join(f"{call} {seconds}" for call, seconds in LIMITS.items())
     text = f"time limit of a call in seconds, by which the stages' limits scale ({limits})"
-    parser.text("--limit", "SECONDS", text, default=None, type=count("--limit"))
+    parser.number("--limit", text, metavar="SECONDS", default=None)
     text = "small networks and data, PyTorch on the CPU: a try of the check, not of the GPU"
     parser.add_argument("--small", action="store_true", help=text)
     return parser.parse(argv)

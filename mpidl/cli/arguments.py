@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpidl.cli.parser import RUN, Parser, count, image_shape, port_of, rank_counts, typed_command
+from mpidl.cli.parser import PORT, RUN, Parser, image_shape, rank_counts, typed_command
 from mpidl.data.storage.settings import Settings
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.options import PreprocessOptions
@@ -83,15 +83,13 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
         "given; default: the first of runs/NETWORK, runs/NETWORK-2, ... that does not exist",
     )
     parser.text("--resume", "DIR", "Resume training from the checkpoint in DIR")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="Replace the run in the folder of --out"
-    )
+    parser.switch("--overwrite", "Replace the run in the folder of --out")
     parser.text("--config", "FILE.toml", "Read options from this file")
     parser.add_argument(
         "--monitor",
         nargs="?",
         const=0,
-        type=port_of("--monitor"),
+        type=PORT,
         group="Progress",
         metavar="PORT",
         help="Serve a page with the curves of the run and a button that stops it, as mpidl.monitor "
@@ -128,11 +126,10 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
         "class; for a regression model, its name, its outputs and its targets. FILE.npy or "
         "FILE.h5 stores an array, for --activations and models without classes",
     )
-    parser.text(
+    parser.number(
         "--top-k",
-        "K",
         "Print the fraction of images whose class has one of the K largest scores",
-        type=count("--top-k"),
+        metavar="K",
     )
     parser.text(
         "--confusion",
@@ -179,10 +176,9 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         "Numbers of ranks to compare; default: 1,2,3,4",
         type=rank_counts,
     )
-    parser.add_argument(
+    parser.switch(
         "--srun",
-        action="store_true",
-        help="Start the ranks with srun instead of mpirun, in a Slurm job; MPIDL_SRUN_MPI sets "
+        "Start the ranks with srun instead of mpirun, in a Slurm job; MPIDL_SRUN_MPI sets "
         "srun's option --mpi",
     )
     parser.add_options(
@@ -230,24 +226,17 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
         "Shape of an image for --network; default: the network's usual shape",
         type=image_shape,
     )
-    parser.text(
-        "--classes",
-        "N",
-        "Number of classes for --network; default: the network's usual number",
-        type=count("--classes"),
+    parser.number(
+        "--classes", "Number of classes for --network; default: the network's usual number"
     )
-    parser.text(
+    parser.number(
         "--batch-size",
-        "N",
         "Images per mini-batch for --network or --model; default: the value in the recipe of "
         "--network, else 128",
-        type=count("--batch-size"),
     )
-    parser.text(
+    parser.number(
         "--threads",
-        "N",
         "Threads per rank that the report assumes; default: the cores divided among the ranks",
-        type=count("--threads"),
     )
     text = "Print the facts about each rank and the warnings as JSON"
     parser.add_argument("--json", action="store_const", const=True, help=text)

@@ -9,7 +9,7 @@ from mpidl.backends.gpu.discovery import Gpu
 from mpidl.cli import start
 from mpidl.cli.device_probe import RankReport
 from mpidl.ranks import devices, thread_budget
-from mpidl.text import aligned, host_list, ranges
+from mpidl.text import aligned, grouped, host_list, ranges
 from mpidl.training.options.training_options import TrainingOptions
 
 ROWS = 16  # a job with more ranks gets a row per kind of rank
@@ -53,18 +53,10 @@ def compare(
     """
     pairs = [(report.host, report.cores) for report in ranks]
     threads, warnings = thread_budget.assign_threads(pairs, count)
-    by_host = thread_budget.ranks_by_host(pairs)
-    sharers = [1] * len(ranks)
-    for members in by_host.values():
-        users: dict[int, set[int]] = {}  # {core: ranks that may use it}
-        for rank in members:
-            for core in ranks[rank].cores.allowed:
-                users.setdefault(core, set()).add(rank)
-        counts = {core: len(core_users) for core, core_users in users.items()}
-        for rank in members:
-            sharers[rank] = max(counts[core] for core in ranks[rank].cores.allowed)
+    by_host, users = thread_budget.ranks_by_host(pairs), thread_budget.users_of_cores(pairs)
+    sharers = [max(users[host, core] for core in cores.allowed) for host, cores in pairs]
     assignment = devices.assign_gpus([report.gpus for report in ranks], "auto")
-    gpus: list[Gpu | None] = list(assignment.gpus or [None] * len(ranks))
+    gpus: list[Gpu | None] = [*(assignment.gpus or [])] or [None] * len(ranks)
     report = Report(list(ranks), threads, sharers, gpus, warnings)
     warnings += _unbound(report, by_host, binding or binding_command)
     warnings += _mixed(report) + _shared_memory(report, by_host) + assignment.lines
@@ -131,7 +123,7 @@ def _mixed(report):
 def _shared_memory(report, by_host):
     """Warn about a slow, small or missing /dev/shm on hosts with several ranks."""
     cache_bytes = TrainingOptions.cache_mb * 10**6
-    hosts: dict[str, list[str]] = {}
+    problems = []
     for host, members in by_host.items():
         memory = report.ranks[members[0]].shared_memory
         if len(members) == 1:
@@ -158,7 +150,8 @@ def _shared_memory(report, by_host):
                 f"images of --cache-mb need: {advice}"
             )
         if problem:
-            hosts.setdefault(problem, []).append(host)
+            problems.append((problem, host))
+    hosts = grouped(problems)
     return [f"warning: {text.format(host_list(names))}" for text, names in hosts.items()]
 
 
@@ -169,9 +162,9 @@ def table(report: Report) -> list[str]:
     the smallest free memory among these ranks.
     """
     is_large = len(report.ranks) > ROWS
-    kinds: dict[Any, list[int]] = {}
-    for rank in range(len(report.ranks)):
-        kinds.setdefault(_kind(report, rank) if is_large else rank, []).append(rank)
+    kinds = grouped(
+        (_kind(report, rank) if is_large else rank, rank) for rank in range(len(report.ranks))
+    )
     rows = [["ranks", "hosts", "cores", "threads", "kernels", "GB free", "GPU"]]
     for members in list(kinds.values())[:MAX_KINDS]:
         probed, gpu = report.ranks[members[0]], report.gpus[members[0]]

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidl.cli import arguments, remote
-from mpidl.cli.parser import Parser, count
+from mpidl.cli.parser import Parser
 from mpidl.data import registry
 from mpidl.data.formats import pack_contents, packed, packing
 from mpidl.data.storage.settings import check_url, refuse_remote
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
-from mpidl.options.declaration import check_value, one_of
+from mpidl.options.declaration import one_of
 from mpidl.ranks import failure
 from mpidl.report.progress.console import LINE_SECONDS
 from mpidl.report.progress.rows import clock
@@ -88,39 +88,19 @@ def _parser(quiet):
         "Store pixels, or the contents of the image files, such as JPEG, which need less space and "
         "are decoded during training; default: decoded",
         ("decoded", "encoded"),
-        type=_images,
+        type=one_of("decoded", "encoded"),
         default="decoded",
     )
-    parser.text(
-        "--shards",
-        "N",
-        "Store the images in N files next to DST.h5; default: in DST.h5",
-        type=count("--shards"),
-    )
-    parser.text(
+    parser.number("--shards", "Store the images in N files next to DST.h5; default: in DST.h5")
+    parser.number(
         "--shard-mb",
-        "MB",
         "Store the images in files of about this size next to DST.h5; default: in DST.h5",
-        type=count("--shard-mb"),
+        metavar="MB",
     )
     parser.add_options(*arguments.PREPROCESS, *arguments.STORAGE)
-    parser.add_argument(
-        "--threads",
-        type=count("--threads"),
-        metavar="N",
-        help="Threads that read and decode; default: the number of cores",
-    )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="Check SRC, a packed file, against its checksums",
-    )
+    parser.number("--threads", "Threads that read and decode; default: the number of cores")
+    parser.switch("--verify", "Check SRC, a packed file, against its checksums")
     return parser
-
-
-def _images(text):
-    """Return the value of --images; raise UserError if it is invalid."""
-    return check_value(one_of("decoded", "encoded"), text, "--images", text=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,11 +5,12 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from mpidl.errors import UserError
-from mpidl.options.declaration import at_least, check_value, either, flag, rule_of
+from mpidl.options.declaration import Rule, at_least, check_value, either, flag, rule_of
 from mpidl.training.optimizers.solvers import help_text, shown_default
 from mpidl.training.options.configuration import DECLARED
 from mpidl.training.options.run_inputs import PACK
@@ -33,6 +34,9 @@ GROUPS = (
     "Hardware and speed",
     "Progress",
 )
+PORT = Rule(int, "a whole number from 0 to 65535", 0, 65535)
+COUNTS = Rule(str, "numbers of ranks such as 1,2,3", pattern="[1-9][0-9]*(,[1-9][0-9]*)*")
+SHAPE = Rule(str, "C,H,W, such as 3,227,227", pattern="[1-9][0-9]*(,[1-9][0-9]*){2}")
 SHORT_LIST = 13  # a command with more options than this has a short --help
 MAX_CHOICES = 40  # longest list of choices, in characters, that --help shows after a flag
 
@@ -202,7 +206,12 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def add_argument(self, *names: str, group: str = "", **keywords: Any) -> argparse.Action:
-        """Add an argument to a group, by default to the group of the parser."""
+        """Add an argument to a group, by default to the group of the parser.
+
+        `type` may be a `Rule`, which then checks and converts the value.
+        """
+        if isinstance(rule := keywords.get("type"), Rule):
+            keywords["type"] = partial(check_value, rule, spelled=names[0], text=True)
         action = super().add_argument(*names, **keywords)
         self.groups[action.dest] = group or self.group
         return action
@@ -217,33 +226,36 @@ class Parser(argparse.ArgumentParser):
         self.suggestions[flag] = tuple(suggestions) or tuple(keywords.get("choices", ()))
         self.add_argument(flag, metavar=metavar, help=text, **keywords)
 
+    def number(self, flag: str, text: str, *, metavar: str = "N", **keywords: Any) -> None:
+        """Add a flag whose value is an integer of at least 1."""
+        self.text(flag, metavar, text, type=at_least(1), **keywords)
+
+    def switch(self, flag: str, text: str, **keywords: Any) -> None:
+        """Add a flag without a value."""
+        self.add_argument(flag, action="store_true", help=text, **keywords)
+
     def add_options(self, *names: str, **replaced: object) -> None:
         """Add the flags of declared options; `replaced` has other defaults for --help to show.
 
-        A value is checked and converted when the command line is parsed. Options that the user did
-        not type are missing in the result.
+        Options that the user did not type are missing in the result.
         """
-        for name in names:
-            self._add_option(DECLARED[name], replaced.get(name))
-
-    def _add_option(self, declaration, default):
-        name, rule, text = flag(declaration.name), rule_of(declaration), help_text(declaration)
-        text = text.replace(PACK, typed_command("mpidl.pack"))
-        choices = "|".join([*rule.choices, *([rule.metavar] if rule.pattern else [])])
-        if len(choices) > MAX_CHOICES:
-            text, choices = f"{text}. NAME is {either(rule.choices)}", "NAME"
-        default = shown_default(declaration) if default is None else default
-        bare = {} if rule.bare is None else {"nargs": "?", "const": rule.bare}
-        self.text(
-            name,
-            choices or {int: "N", float: "X"}[rule.kind],
-            f"{text}; default: {default}" if default != "" else text,
-            (*rule.choices, *rule.suggestions),
-            group=declaration.metadata["group"],
-            type=lambda value: check_value(rule, value, name, text=True),
-            default=argparse.SUPPRESS,
-            **bare,
-        )
+        for declaration in map(DECLARED.__getitem__, names):
+            rule, text = rule_of(declaration), help_text(declaration)
+            text = text.replace(PACK, typed_command("mpidl.pack"))
+            choices = "|".join([*rule.choices, *([rule.metavar] if rule.pattern else [])])
+            if len(choices) > MAX_CHOICES:
+                text, choices = f"{text}. NAME is {either(rule.choices)}", "NAME"
+            default = replaced.get(declaration.name, shown_default(declaration))
+            self.text(
+                flag(declaration.name),
+                choices or {int: "N", float: "X"}[rule.kind],
+                f"{text}; default: {default}" if default != "" else text,
+                (*rule.choices, *rule.suggestions),
+                group=declaration.metadata["group"],
+                type=rule,
+                default=argparse.SUPPRESS,
+                **({} if rule.bare is None else {"nargs": "?", "const": rule.bare}),
+            )
 
 
 def _add_section(formatter, title, actions):
@@ -262,40 +274,14 @@ def _flag_lists(sections):
     return "\n".join(["Other options, which --help-all explains:", *lines])
 
 
-def count(spelled: str) -> Callable[[str], int]:
-    """Return a function that converts the value of a flag to an integer of at least 1."""
-
-    def convert(text):
-        return check_value(at_least(1), text, spelled, text=True)
-
-    return convert
-
-
-def port_of(spelled: str) -> Callable[[str], int]:
-    """Return a function that converts the value of a flag to a port number."""
-
-    def convert(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
-            raise UserError(f"{spelled} must be a whole number from 0 to 65535, found {text}")
-        return int(text)
-
-    return convert
-
-
 def image_shape(text: str) -> tuple[int, ...]:
     """Convert the value C,H,W of --input-shape to a tuple of three integers."""
-    sides = [check_value(at_least(1), part, "--input-shape", text=True) for part in text.split(",")]
-    if len(sides) != 3:
-        raise UserError(f"--input-shape must be C,H,W, such as 3,227,227, found {text}")
-    return tuple(sides)
+    return tuple(map(int, check_value(SHAPE, text, "--input-shape", text=True).split(",")))
 
 
 def rank_counts(text: str, flag: str = "--ranks", limit: int | None = None) -> list[int]:
     """Convert the value N,N,... of an option to a list of integers, each at most `limit`."""
-    try:
-        counts = [check_value(at_least(1), part, flag, text=True) for part in text.split(",")]
-    except UserError:
-        raise UserError(f"{flag} must be numbers of ranks such as 1,2,3, found {text}") from None
+    counts = [int(number) for number in check_value(COUNTS, text, flag, text=True).split(",")]
     if limit is not None and max(counts) > limit:
         raise UserError(f"{flag}: expected at most {limit} ranks, found {max(counts)}")
     return counts

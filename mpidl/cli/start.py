@@ -21,7 +21,7 @@ from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
 from mpidl.nn.layers import Layer, Sigmoid
 from mpidl.ranks.world import World
-from mpidl.text import did_you_mean, host_list
+from mpidl.text import did_you_mean, grouped, host_list
 from mpidl.training.files import model_file
 from mpidl.training.options.training_options import TrainingOptions
 
@@ -84,9 +84,7 @@ def without_kernels() -> list[str]:
 
 def by_kind(pairs: Iterable[tuple[str, str]]) -> str:
     """Format pairs (host, kind) as "kind on host, host; kind on host"."""
-    hosts: dict[str, set[str]] = {}
-    for host, kind in pairs:
-        hosts.setdefault(kind, set()).add(host)
+    hosts = grouped((kind, host) for host, kind in pairs)
     return "; ".join(f"{kind} on {host_list(sorted(hosts[kind]))}" for kind in hosts)
 
 

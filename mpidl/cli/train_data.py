@@ -91,7 +91,7 @@ def open_images(
                 "images (--validation-data, --validation-fraction or --fold)"
             )
     input_pipeline.image_shape(options, train_set.image_shape)  # only to check the crop
-    Pipeline(train_set, data.Augmenter.of_options(options))  # only to check the other options
+    Pipeline(train_set, augmenter=data.Augmenter.of_options(options))  # only to check the rest
     return Images(Sets(train_set, options.validation, test_set), options, source, notes)
 
 

@@ -12,17 +12,17 @@ from mpidl.data.storage.settings import refuse_remote
 from mpidl.files import on_rank_0
 from mpidl.ranks import failure, survival
 from mpidl.ranks.world import World
+from mpidl.report import status
 from mpidl.report.run_files import OPTIONS
-from mpidl.report.trackers import tracking
 from mpidl.training import (
     input_pipeline,
     live_page,
     lost_ranks,
     progress,
     status_hooks,
-    tracking_hooks,
+    tracking,
 )
-from mpidl.training.files import checkpoint, model_file
+from mpidl.training.files import checkpoint, model_file, resume_changes
 from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.files.run_folder import COMMAND_WORDS
 from mpidl.training.options import configuration, training_options
@@ -133,13 +133,15 @@ class _Training:
         self.weights_file = None if source is None else source.file
         input_pipeline.check(self.net, train_set, self.options)
         if self.saved is not None:
-            now = configuration.resumable(self.options, self.net, train_set, self.world.size)
+            now = resume_changes.resumable(self.options, self.net, train_set, self.world.size)
             # Check here, because the trainer checks only after the output folder has changed.
-            configuration.changed_on_resume(self.saved, now, f"the run in {self.typed['resume']}")
+            resume_changes.refuse_changes(self.saved, now, f"the run in {self.typed['resume']}")
 
     def prepare_folder(self):
         """Open the trackers and the live page, and lock the folder of the run."""
-        self.trackers = tracking_hooks.of_run(self.options, self.run)
+        self.trackers = tracking.requested(self.options, self.run)
+        for tracker in self.trackers:
+            tracker.ends_with_training = False
         self.page = live_page.open_page(self.world, self.typed.get("monitor"), "--monitor")
         self.title = pretrained.title(self.run)
         self.session.make_folder(self.title)
@@ -226,7 +228,7 @@ class _Training:
         """Say how to continue the run that a signal or a user has stopped."""
         console = self.session.console
         self.status_hook.status.stopped = stopped
-        problem = tracking_hooks.concluded(self.trackers, self.world, None, state=tracking.STOPPED)
+        problem = tracking.concluded(self.trackers, self.world, None, state=status.STOPPED)
         console.close()
         if problem is not None:
             console.line(f"warning: {problem}")
@@ -243,7 +245,7 @@ class _Training:
             console.line(line)
         with console.stage("writing the results"):
             on_rank_0(world, self._write_results)
-            problem = tracking_hooks.concluded(self.trackers, world, self.out, self.test)
+            problem = tracking.concluded(self.trackers, world, self.out, self.test)
         console.finish(self.out, self.result.train_seconds, self.test)
         console.line(f"weights_sha256: {model_file.weights_sha256(self.net)}")
         if upload is not None:

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Sequence
 
 from mpidl.cli import arguments, start, user_files
-from mpidl.cli.parser import Parser, count, image_shape
+from mpidl.cli.parser import Parser, image_shape
 from mpidl.errors import Fault, UserError
 from mpidl.interchange import network_files, weight_names, weights
 from mpidl.interchange.onnx_import import load_onnx
@@ -40,11 +40,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "Shape of an image; default: the shape in SRC, or the usual shape of --network",
         type=image_shape,
     )
-    parser.text(
-        "--classes",
-        "N",
-        "Number of classes for --network; default: the network's usual number",
-        type=count("--classes"),
+    parser.number(
+        "--classes", "Number of classes for --network; default: the network's usual number"
     )
     parser.text(
         "--names",

@@ -22,7 +22,7 @@ from mpidl.errors import Fault, UserError
 from mpidl.files import reason
 from mpidl.jobs.job_process import POLL_SECONDS, JobProcess
 from mpidl.jobs.job_words import JobCommand
-from mpidl.options.declaration import at_least, check_value
+from mpidl.options.declaration import at_least
 from mpidl.ranks import failure
 from mpidl.report import status
 from mpidl.training.files import checkpoint, run_folder
@@ -59,7 +59,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "--restarts",
         "N",
         f"Maximum number of restarts; 0: no restart; default: {RESTARTS}",
-        type=_restarts,
+        type=at_least(0),
         default=RESTARTS,
     )
     if argv is DESCRIBE:
@@ -69,10 +69,6 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parsed = parser.parse(words[:end])
     parsed.words = words[end + 1 :]
     return parsed
-
-
-def _restarts(text):
-    return check_value(at_least(0), text, "--restarts", text=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

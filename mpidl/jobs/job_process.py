@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mpidl.errors import UserError
+from mpidl.ranks.exit_guard import ENDED, status_of
 from mpidl.startup import JOB_TOKEN
 
 if TYPE_CHECKING:
@@ -132,11 +133,7 @@ class JobProcess:
                 children = file.read().split()
         except OSError:
             return True  # the system does not list children
-        for child in children:
-            with contextlib.suppress(OSError), open(f"/proc/{child}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] not in "XZ":
-                    return True
-        return False
+        return any(status_of(child)[0] not in ENDED for child in children)
 
     def _orphans(self):
         """Return the IDs of the job's processes on this host, except the launcher."""

@@ -250,7 +250,7 @@ def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> 
         converted = _convert(rule, value, text)
     if converted is None or not (converted in rule.choices or _fits(rule, converted)):
         kind = {int: "a whole number, ", float: "a number, ", str: ""}[rule.kind]
-        kind = kind if converted is None else ""
+        kind = "" if converted is not None or rule.requirement.startswith("a ") else kind
         try:
             shown_value = repr(value) if isinstance(value, str) and not text else str(value)
             if "\n" in shown_value and not isinstance(value, str):  # such as arrays

@@ -15,11 +15,12 @@ from functools import partial
 from typing import Any
 
 from mpidl.cli import arguments, start
-from mpidl.cli.parser import DESCRIBE, RUN, Parser, count, rank_counts, typed_command
+from mpidl.cli.parser import DESCRIBE, RUN, Parser, rank_counts, typed_command
 from mpidl.comm.simulation import Link
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, UserError
 from mpidl.launcher import launcher
+from mpidl.options.declaration import check_value, factor
 from mpidl.performance import command_probe, figures, prediction, report, results, study
 from mpidl.ranks import failure, thread_budget
 from mpidl.ranks.thread_budget import available_cores
@@ -35,6 +36,7 @@ again
 # Arguments of mpidl.train that a study does not accept.
 REFUSED = ("resume", "preview", "upload")
 DEFAULT_SECONDS = 60
+NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
 
 
 @dataclass(frozen=True)
@@ -99,16 +101,13 @@ def _parser(quiet):
         type=rank_counts,
         group=RUN,
     )
-    parser.add_argument(
+    parser.switch(
         "--weak",
-        action="store_true",
-        help="Weak scaling: fix the images per rank, so that the mini-batch grows with the ranks",
+        "Weak scaling: fix the images per rank, so that the mini-batch grows with the ranks",
     )
-    parser.text(
+    parser.number(
         "--repeat",
-        "N",
         "Training runs per number of ranks; the study reports medians; default: 1",
-        type=count("--repeat"),
         default=1,
     )
     parser.text(
@@ -116,22 +115,13 @@ def _parser(quiet):
         "A",
         "Report the time to this accuracy, from 0 to 1: of validations, or without them the "
         "smoothed accuracy of mini-batches; default: none",
-        type=_accuracy,
+        type=partial(check_value, factor(), spelled="--accuracy", text=True),
     )
-    parser.add_argument(
-        "--srun", action="store_true", help="Start the ranks with srun instead of mpirun", group=RUN
-    )
+    parser.switch("--srun", "Start the ranks with srun instead of mpirun", group=RUN)
     _add_prediction(parser)
     parser.text("--out", "DIR", "Folder of the study; default: runs/scaling-NETWORK", group=RUN)
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="Replace the study in the folder of --out",
-        group=RUN,
-    )
-    parser.add_argument(
-        "--table", action="store_true", help="Write the table and figures again without training"
-    )
+    parser.switch("--overwrite", "Replace the study in the folder of --out", group=RUN)
+    parser.switch("--table", "Write the table and figures again without training")
     return parser
 
 
@@ -151,24 +141,18 @@ def _add_prediction(parser):
         "measured, or the network inside the node if the probe runs on one node",
         type=_link,
     )
-    parser.text(
-        "--ranks-per-node",
-        "N",
-        "Assumed ranks per node in the prediction; default: as in the probe",
-        type=count("--ranks-per-node"),
+    parser.number(
+        "--ranks-per-node", "Assumed ranks per node in the prediction; default: as in the probe"
     )
-    parser.text(
+    parser.number(
         "--probe-ranks",
-        "N",
         "Ranks of the probe for --predict; default: all that fit on the cores, or all tasks of "
         "the Slurm job with --srun",
-        type=count("--probe-ranks"),
     )
-    parser.text(
+    parser.number(
         "--probe-seconds",
-        "S",
         f"Approximate duration of the probe in seconds; default: {DEFAULT_SECONDS}",
-        type=count("--probe-seconds"),
+        metavar="S",
         default=DEFAULT_SECONDS,
     )
     parser.text(
@@ -201,27 +185,12 @@ def _split(argv, parser):
     return study_words, words
 
 
-def _accuracy(text):
-    """Convert the value of --accuracy to a fraction."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 1:
-        raise UserError(f"--accuracy must be a number above 0 and at most 1, found {text}")
-    return value
-
-
 def _link(text):
     """Convert the value US,GBIT of --link to a Link."""
-    match = re.fullmatch(r"([0-9.]+),([0-9.]+)", text)
-    try:
-        latency, speed = (float(part) for part in match.groups()) if match else (-1.0, 0.0)
-    except ValueError:
-        latency, speed = -1.0, 0.0
-    if latency < 0 or speed <= 0:
+    match = re.fullmatch(f"{NUMBER},{NUMBER}", text)
+    if match is None or float(match[2]) <= 0:
         raise UserError(f"--link must be US,GBIT, such as 2,100, found {text}")
-    return Link(1e-6 * latency, 8e-9 / speed)
+    return Link(1e-6 * float(match[1]), 8e-9 / float(match[2]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -230,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = command.parsed
     if parsed.probe is not None:
         return command_probe.main(parsed.probe, command.typed, float(parsed.probe_seconds))
-    if any(int(os.environ.get(name) or 1) > 1 for name in failure.LAUNCHERS):
+    if failure.launched_ranks() is not None:
         raise UserError(
             "scaling starts the ranks itself: run it without mpirun, as "
             f"{typed_command('mpidl.scaling')}"
@@ -310,9 +279,8 @@ def _run(command, runs, threads):
         print(line)
     all_runs = plan.runs()
     due = [run for run in all_runs if not run.is_done()]
-    kind = "weak" if plan.is_weak else "strong"
     if all_runs:
-        counts = ", ".join(map(str, plan.counts))
+        kind, counts = "weak" if plan.is_weak else "strong", ", ".join(map(str, plan.counts))
         print(f"Study: {kind} scaling on {counts} ranks, {threads} thread(s) each")
         if len(due) < len(all_runs):
             print(f"Before: {len(all_runs) - len(due)} of {len(all_runs)} runs; {len(due)} to do")
@@ -342,9 +310,8 @@ def _run(command, runs, threads):
             print("warning: the probe had more threads than cores, so its prediction is too slow")
         _write(plan.out, content, runs)
     is_stopped = runs.signals.name is not None
-    for run in due:
-        if is_stopped:
-            break
+    while due and not is_stopped:
+        run = due.pop(0)
         print(f"{run.name}: starts", flush=True)
         state = runs.run(run)
         is_stopped = state == results.STOPPED

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ PARTS = {
     "input": ("#3f9c79", "....", "input"),
     "other": ("#eeeeee", "", "other"),
 }
-MOST_CURVES = len(STYLES)
+IDEAL = {"color": GRAY, "linestyle": (0, (1, 1.5)), "linewidth": 1.3, "label": "ideal"}
+MEASURED = {"color": BLUE, "marker": "o", "markersize": 5}
 OVERVIEW = "scaling"
 SUFFIXES = ("png", "pdf")
 
@@ -47,24 +49,24 @@ def draw(out: str, content: Mapping[str, Any]) -> list[str]:
     Return the names of the files, or an empty list if matplotlib is not installed. Raises UserError
     if a file cannot be written.
     """
-    panels = [(name, panel) for name, panel in PANELS.items() if panel.applies(content)]
-    if not panels:
+    draws = panels(content)
+    if not draws:
         return []
     try:
-        columns = 3 if len(panels) == 3 else min(2, len(panels))
-        lines = -(-len(panels) // columns)
+        columns = 3 if len(draws) == 3 else min(2, len(draws))
+        lines = -(-len(draws) // columns)
         overview = plots.new_figure(5.4 * columns, 3.7 * lines)
     except ImportError:
         return []
-    axes = overview.subplots(lines, columns, squeeze=False).ravel()
-    for place, (_, panel) in zip(axes, panels, strict=False):
-        panel.draw(place, content)
-    for place in axes[len(panels) :]:
-        place.set_visible(False)
+    places = overview.subplots(lines, columns, squeeze=False).ravel()
+    for axes, draw_panel in zip(places, draws.values(), strict=False):
+        draw_panel(axes)
+    for axes in places[len(draws) :]:
+        axes.set_visible(False)
     names = _save(out, OVERVIEW, overview)
-    for name, panel in panels:
+    for name, draw_panel in draws.items():
         figure = plots.new_figure(5.4, 3.7)
-        panel.draw(figure.subplots(), content)
+        draw_panel(figure.subplots())
         names += _save(out, name, figure)
     return names
 
@@ -80,92 +82,152 @@ def _save(out, name, figure):
     return names
 
 
-class AccuracyPanel:
-    """Panel that shows accuracy over time, with one line per number of ranks."""
-
-    def applies(self, content: Mapping[str, Any]) -> bool:
-        """Return whether there is a run with accuracies."""
-        return any(row.get("curve") for row in content["rows"])
-
-    def draw(self, axes: Any, content: Mapping[str, Any]) -> None:
-        """Draw the panel."""
-        rows = _evenly([row for row in content["rows"] if row.get("curve")])
-        longest = max(row["curve"][-1][0] for row in rows)
-        unit, name = (60, "minutes") if longest >= 300 else (1, "seconds")
-        for row, (colour, dashes, marker) in zip(rows, STYLES, strict=False):
-            seconds, accuracy = np.array(row["curve"]).T
-            label = _ranks(row)
-            interval = max(1, len(seconds) // 10)
-            style = {"marker": marker, "markersize": 4, "markevery": interval, "linewidth": 1.6}
-            axes.plot(
-                seconds / unit, 100 * accuracy, color=colour, linestyle=dashes, label=label, **style
-            )
-        axes.set_xlim(left=0)
-        axes.set_xlabel(f"time ({name})")
-        axes.set_ylabel(f"{rows[0].get('curve_kind', 'training')} accuracy (%)")
-        _finish(axes, "Accuracy over time")
+def panels(content: Mapping[str, Any]) -> dict[str, Callable[[Any], None]]:
+    """Return {name: function that draws the panel on axes} of the panels with something to show."""
+    rows, predicted = content["rows"], (content.get("prediction") or {"rows": []})["rows"]
+    measured = [row for row in rows if row["state"] == COMPLETE and row["images_per_second"]]
+    curves, iterations, times = (
+        [row for row in rows if row.get(name)]
+        for name in ("curve", "iteration_curve", "seconds_to_accuracy")
+    )
+    bars = [row for row in measured if row.get("compute") is not None]
+    draws = {
+        "accuracy": curves and partial(_draw_accuracy, _evenly(curves)),
+        "accuracy-by-iteration": iterations and partial(_draw_iterations, _evenly(iterations)),
+        "time-to-accuracy": times and partial(_draw_times, times, content["accuracy"]),
+        "speed": (measured or predicted) and partial(_draw_speed, measured, predicted),
+        "efficiency": max(len(measured), len(predicted)) > 1
+        and partial(_draw_efficiency, measured, predicted),
+        "time": (bars or predicted) and partial(_draw_parts, bars, predicted),
+    }
+    return {name: draw_panel for name, draw_panel in draws.items() if draw_panel}
 
 
-class IterationPanel:
-    """Panel that shows accuracy by iteration, with one line per number of ranks.
+def _draw_accuracy(rows, axes):
+    """Draw accuracy over time, with one line per number of ranks."""
+    unit, name = _unit(max(row["curve"][-1][0] for row in rows))
+    for row, (colour, dashes, marker) in zip(rows, STYLES, strict=False):
+        seconds, accuracy = np.array(row["curve"]).T
+        style = {"marker": marker, "markersize": 4, "markevery": max(1, len(seconds) // 10)}
+        style |= {"color": colour, "linestyle": dashes, "linewidth": 1.6, "label": _ranks(row)}
+        axes.plot(seconds / unit, 100 * accuracy, **style)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"time ({name})")
+    axes.set_ylabel(f"{rows[0].get('curve_kind', 'training')} accuracy (%)")
+    _finish(axes, "Accuracy over time")
+
+
+def _draw_iterations(rows, axes):
+    """Draw accuracy by iteration, with one line per number of ranks.
 
     Runs with the same weights have the same curve, so later lines are thinner than earlier ones.
     """
-
-    def applies(self, content: Mapping[str, Any]) -> bool:
-        """Return whether there is a run with accuracies of mini-batches."""
-        return any(row.get("iteration_curve") for row in content["rows"])
-
-    def draw(self, axes: Any, content: Mapping[str, Any]) -> None:
-        """Draw the panel."""
-        rows = _evenly([row for row in content["rows"] if row.get("iteration_curve")])
-        for i, (row, (colour, dashes, _)) in enumerate(zip(rows, STYLES, strict=False)):
-            iterations, accuracy = np.array(row["iteration_curve"]).T
-            style = {
-                "linewidth": 1.4 + 0.9 * (len(rows) - 1 - i),
-                "linestyle": dashes if i else "-",
-            }
-            axes.plot(iterations, 100 * accuracy, color=colour, label=_ranks(row), **style)
-        axes.set_xlim(left=0)
-        axes.set_xlabel("iteration")
-        axes.set_ylabel("training accuracy, smoothed (%)")
-        _finish(axes, "Accuracy by iteration")
+    for i, (row, (colour, dashes, _)) in enumerate(zip(rows, STYLES, strict=False)):
+        iterations, accuracy = np.array(row["iteration_curve"]).T
+        style = {"color": colour, "linestyle": dashes if i else "-", "label": _ranks(row)}
+        style["linewidth"] = 1.4 + 0.9 * (len(rows) - 1 - i)
+        axes.plot(iterations, 100 * accuracy, **style)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("training accuracy, smoothed (%)")
+    _finish(axes, "Accuracy by iteration")
 
 
-class TimeToAccuracyPanel:
-    """Panel that shows the time to the accuracy of --accuracy, by number of ranks."""
+def _draw_times(rows, goal, axes):
+    """Draw the time to the accuracy `goal` by number of ranks."""
+    unit, name = _unit(rows[0]["seconds_to_accuracy"])
+    ranks = [row["ranks"] for row in rows]
+    times = [row["seconds_to_accuracy"] / unit for row in rows]
+    ideal = [times[0] * ranks[0] / n for n in ranks]
+    axes.plot(ranks, ideal, **IDEAL)
+    axes.plot(ranks, times, **MEASURED, linewidth=1.8, label="measured")
+    axes.set_yscale("log")
+    axes.set_ylabel(f"time ({name})")
+    _rank_axis(axes, ranks)
+    _plain_numbers(axes, has_few_decades=max(times) < 100 * min(*times, *ideal))
+    _finish(axes, f"Time to {100 * goal:.6g} % {rows[0].get('curve_kind', 'training')} accuracy")
 
-    def applies(self, content: Mapping[str, Any]) -> bool:
-        """Return whether a run reaches the accuracy."""
-        return bool(self._rows(content))
 
-    def _rows(self, content):
-        return [row for row in content["rows"] if row.get("seconds_to_accuracy")]
+def _draw_speed(measured, predicted, axes):
+    """Draw ideal, measured and predicted images per second by number of ranks."""
+    base = (measured or predicted)[0]
+    ranks = sorted({row["ranks"] for row in [*measured, *predicted]})
+    ideal = [base["images_per_second"] / base["ranks"] * n for n in ranks]
+    axes.plot(ranks, ideal, **IDEAL)
+    _draw_lines(axes, measured, predicted, "images_per_second", "error", 1)
+    axes.set_yscale("log")
+    axes.set_ylabel("images per second")
+    _rank_axis(axes, ranks)
+    _plain_numbers(axes, has_few_decades=ideal[-1] < 100 * ideal[0])
+    _finish(axes, "Speed")
 
-    def draw(self, axes: Any, content: Mapping[str, Any]) -> None:
-        """Draw the panel."""
-        rows = self._rows(content)
-        unit, name = (60, "minutes") if rows[0]["seconds_to_accuracy"] >= 300 else (1, "seconds")
-        ranks = [row["ranks"] for row in rows]
-        times = [row["seconds_to_accuracy"] / unit for row in rows]
-        ideal = [times[0] * ranks[0] / n for n in ranks]
-        axes.plot(ranks, ideal, color=GRAY, linestyle=(0, (1, 1.5)), linewidth=1.3, label="ideal")
-        axes.plot(
-            ranks, times, color=BLUE, linewidth=1.8, marker="o", markersize=5, label="measured"
-        )
-        axes.set_yscale("log")
-        axes.set_ylabel(f"time ({name})")
-        _rank_axis(axes, ranks)
-        _plain_numbers(axes, has_few_decades=max(times) < 100 * min(*times, *ideal))
-        kind = rows[0].get("curve_kind", "training")
-        _finish(axes, f"Time to {100 * content['accuracy']:.6g} % {kind} accuracy")
+
+def _draw_efficiency(measured, predicted, axes):
+    """Draw the efficiency by number of ranks."""
+    axes.axhline(100, **IDEAL)
+    _draw_lines(axes, measured, predicted, "efficiency", "efficiency_error", 100)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("efficiency (%)")
+    _rank_axis(axes, sorted({row["ranks"] for row in [*measured, *predicted]}))
+    _finish(axes, "Efficiency")
+
+
+def _draw_lines(axes, measured, predicted, key, error_key, factor):
+    """Draw predictions with a band for the error, and measurements with the range of the runs.
+
+    Points of runs with more threads than cores are hollow.
+    """
+    if predicted:
+        ranks = [row["ranks"] for row in predicted]
+        values = np.array([factor * row[key] for row in predicted])
+        errors = np.array([row[error_key] for row in predicted])
+        band = {"color": "#f0b48a", "alpha": 0.45, "linewidth": 0}
+        axes.fill_between(ranks, values / (1 + errors), values * (1 + errors), **band)
+        axes.plot(ranks, values, color=ORANGE, linestyle="--", linewidth=1.6, label="predicted")
+    if not measured:
+        return
+    ranks, values = [row["ranks"] for row in measured], [factor * row[key] for row in measured]
+    if key == "images_per_second":
+        low = [row[key] - row["lowest"] for row in measured]
+        high = [row["highest"] - row[key] for row in measured]
+        if any(low) or any(high):
+            axes.errorbar(ranks, values, [low, high], fmt="none", ecolor=BLUE, capsize=3)
+    axes.plot(ranks, values, **MEASURED, linewidth=1.8, label="measured")
+    shared = [row for row in measured if row["is_oversubscribed"]]
+    if shared:
+        hollow = {"markerfacecolor": "white", "linestyle": "none"}
+        points = [row["ranks"] for row in shared], [factor * row[key] for row in shared]
+        axes.plot(*points, **MEASURED, **hollow, label="more threads than cores")
+
+
+def _draw_parts(measured, predicted, axes):
+    """Draw the parts of the training time, as one bar per number of ranks.
+
+    The parts are measured or, without measurements, predicted.
+    """
+    rows = measured or predicted
+    wholes = [row.get("step_seconds", 1.0) for row in rows]  # measured parts are fractions
+    places, bottom = np.arange(len(rows)), np.zeros(len(rows))
+    for name, (colour, hatch, label) in PARTS.items():
+        parts = [(row.get(name) or 0.0) / whole for row, whole in zip(rows, wholes, strict=True)]
+        heights = 100 * np.array(parts)
+        if heights.any():
+            style = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.6}
+            axes.bar(places, heights, 0.72, bottom=bottom, label=label, **style)
+            bottom += heights
+    axes.set_xticks(places, [str(row["ranks"]) for row in rows])
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("fraction of the time (%)")
+    axes.set_ylim(0, 100)
+    title = "Where the time goes" + ("" if measured else " (predicted)")
+    _finish(axes, title, is_legend_outside=True)
 
 
 def _evenly(rows):
-    """Return at most MOST_CURVES rows, evenly spaced."""
-    if len(rows) <= MOST_CURVES:
+    """Return as many rows as there are styles, evenly spaced."""
+    if len(rows) <= len(STYLES):
         return rows
-    places = np.linspace(0, len(rows) - 1, MOST_CURVES).round().astype(int)
+    places = np.linspace(0, len(rows) - 1, len(STYLES)).round().astype(int)
     return [rows[place] for place in places]
 
 
@@ -173,143 +235,9 @@ def _ranks(row):
     return f"{row['ranks']} rank" + ("s" if row["ranks"] > 1 else "")
 
 
-class SpeedPanel:
-    """Panel that shows ideal, measured and predicted images per second by number of ranks."""
-
-    def applies(self, content: Mapping[str, Any]) -> bool:
-        """Return whether there are measured or predicted speeds."""
-        return bool(_measured(content) or _predicted(content))
-
-    def draw(self, axes: Any, content: Mapping[str, Any]) -> None:
-        """Draw the panel."""
-        rows, predicted = _measured(content), _predicted(content)
-        base = rows[0] if rows else predicted[0]
-        ranks = sorted({row["ranks"] for row in rows} | {row["ranks"] for row in predicted})
-        unit = base["images_per_second"] / base["ranks"]
-        ideal = [unit * n for n in ranks]
-        axes.plot(ranks, ideal, color=GRAY, linestyle=(0, (1, 1.5)), linewidth=1.3, label="ideal")
-        _draw_prediction(axes, predicted, "images_per_second", 1)
-        _draw_measured(axes, rows, "images_per_second", 1)
-        axes.set_yscale("log")
-        axes.set_ylabel("images per second")
-        _rank_axis(axes, ranks)
-        _plain_numbers(axes, has_few_decades=ideal[-1] < 100 * ideal[0])
-        _finish(axes, "Speed")
-
-
-class EfficiencyPanel:
-    """Panel that shows efficiency by number of ranks."""
-
-    def applies(self, content: Mapping[str, Any]) -> bool:
-        """Return whether speeds were measured or predicted on several numbers of ranks."""
-        return max(len(_measured(content)), len(_predicted(content))) > 1
-
-    def draw(self, axes: Any, content: Mapping[str, Any]) -> None:
-        """Draw the panel."""
-        rows, predicted = _measured(content), _predicted(content)
-        axes.axhline(100, color=GRAY, linestyle=(0, (1, 1.5)), linewidth=1.3, label="ideal")
-        _draw_prediction(axes, predicted, "efficiency", 100)
-        _draw_measured(axes, rows, "efficiency", 100)
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("efficiency (%)")
-        _rank_axis(axes, sorted({row["ranks"] for row in [*rows, *predicted]}))
-        _finish(axes, "Efficiency")
-
-
-class TimePanel:
-    """Panel that shows the parts of the training time, as one bar per number of ranks.
-
-    The parts are measured or, without measurements, predicted.
-    """
-
-    def applies(self, content: Mapping[str, Any]) -> bool:
-        """Return whether the parts of the training time are known."""
-        return bool(self._bars(content)[0])
-
-    def _bars(self, content):
-        """Return ([(label, {part: fraction of the time})], whether the parts are measured)."""
-        measured = [row for row in _measured(content) if row.get("compute") is not None]
-        if measured:
-            return [(str(row["ranks"]), row) for row in measured], True
-        bars = []
-        for row in _predicted(content):
-            seconds = row["step_seconds"]
-            fractions = {name: row[name] / seconds for name in PARTS if name in row}
-            bars.append((str(row["ranks"]), fractions))
-        return bars, False
-
-    def draw(self, axes: Any, content: Mapping[str, Any]) -> None:
-        """Draw the panel."""
-        bars, is_measured = self._bars(content)
-        places, bottom = np.arange(len(bars)), np.zeros(len(bars))
-        for name, (colour, hatch, label) in PARTS.items():
-            heights = np.array([100 * (parts.get(name) or 0.0) for _, parts in bars])
-            if heights.any():
-                style = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.6}
-                axes.bar(places, heights, 0.72, bottom=bottom, label=label, **style)
-                bottom += heights
-        axes.set_xticks(places, [label for label, _ in bars])
-        axes.set_xlabel("ranks")
-        axes.set_ylabel("fraction of the time (%)")
-        axes.set_ylim(0, 100)
-        _finish(
-            axes,
-            "Where the time goes" + ("" if is_measured else " (predicted)"),
-            is_legend_outside=True,
-        )
-
-
-PANELS: dict[str, Any] = {
-    "accuracy": AccuracyPanel(),
-    "accuracy-by-iteration": IterationPanel(),
-    "time-to-accuracy": TimeToAccuracyPanel(),
-    "speed": SpeedPanel(),
-    "efficiency": EfficiencyPanel(),
-    "time": TimePanel(),
-}
-
-
-def _measured(content):
-    return [row for row in content["rows"] if row["state"] == COMPLETE and row["images_per_second"]]
-
-
-def _predicted(content):
-    return (content.get("prediction") or {"rows": []})["rows"]
-
-
-def _draw_measured(axes, rows, key, factor):
-    """Draw the measured points. Points of runs with more threads than cores are hollow."""
-    if not rows:
-        return
-    ranks = [row["ranks"] for row in rows]
-    values = [factor * row[key] for row in rows]
-    if key == "images_per_second":
-        low = [row[key] - row["lowest"] for row in rows]
-        high = [row["highest"] - row[key] for row in rows]
-        if any(low) or any(high):
-            axes.errorbar(ranks, values, [low, high], fmt="none", ecolor=BLUE, capsize=3)
-    axes.plot(ranks, values, color=BLUE, linewidth=1.8, marker="o", markersize=5, label="measured")
-    shared = [i for i, row in enumerate(rows) if row["is_oversubscribed"]]
-    if shared:
-        axes.plot(
-            [ranks[i] for i in shared],
-            [values[i] for i in shared],
-            **{"color": BLUE, "marker": "o", "markersize": 5, "markerfacecolor": "white"},
-            **{"linestyle": "none", "label": "more threads than cores"},
-        )
-
-
-def _draw_prediction(axes, rows, key, factor):
-    """Draw the line of predictions, with a band for the error."""
-    if not rows:
-        return
-    ranks = [row["ranks"] for row in rows]
-    values = np.array([factor * row[key] for row in rows])
-    error_key = "efficiency_error" if key == "efficiency" else "error"
-    errors = np.array([row[error_key] for row in rows])
-    band = {"color": "#f0b48a", "alpha": 0.45, "linewidth": 0}
-    axes.fill_between(ranks, values / (1 + errors), values * (1 + errors), **band)
-    axes.plot(ranks, values, color=ORANGE, linestyle="--", linewidth=1.6, label="predicted")
+def _unit(seconds):
+    """Return the unit of an axis that reaches to some seconds: (seconds in it, its name)."""
+    return (60, "minutes") if seconds >= 300 else (1, "seconds")
 
 
 def _rank_axis(axes, ranks):
@@ -336,9 +264,10 @@ def _plain_numbers(axes, has_few_decades):
 def _finish(axes, title, is_legend_outside=False):
     plots.lighten(axes)
     axes.set_title(title, loc="left")
-    if axes.get_legend_handles_labels()[0]:
-        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if is_legend_outside else {}
-        handles, labels = axes.get_legend_handles_labels()
-        if is_legend_outside:  # same order as in the bars, from top to bottom
-            handles, labels = handles[::-1], labels[::-1]
+    handles, labels = axes.get_legend_handles_labels()
+    place = {}
+    if is_legend_outside:  # same order as in the bars, from top to bottom
+        handles, labels = handles[::-1], labels[::-1]
+        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+    if labels:
         axes.legend(handles, labels, frameon=False, fontsize=8, handlelength=2.6, **place)

@@ -81,9 +81,9 @@ class Model:
         sample: Sequence[int] | None = None,
     ) -> None:
         self.record, self.assumed_link = record, link
-        rounds = range(record["rounds"])
-        self.sample = list(rounds if sample is None else sample)
-        self._tables: dict[str, np.ndarray] = {}  # shared with resampled models
+        self.sample = list(range(record["rounds"]) if sample is None else sample)
+        self._medians = _medians_of(record["steps"], self.sample)
+        self.levels = sorted({active for active, _ in self._medians["slowest"]})
         self.events = [Event(*event) for event in record["events"]]
         self.setting = Setting(
             record["batch_size"],
@@ -96,53 +96,16 @@ class Model:
     # compute
 
     @cached_property
-    def _kinds(self):
-        """Sorted pairs (active ranks, blocks) of the short training runs in a round."""
-        return sorted({(step["active"], step["blocks"]) for step in self.record["steps"]})
-
-    def _medians(self, name):
-        """Return {(active ranks, blocks): median of the record's entry `name` over the sample}."""
-        if name not in self._tables:
-            by_kind = {
-                (s["active"], s["blocks"], s["round"]): s[name] for s in self.record["steps"]
-            }
-            self._tables[name] = np.array(
-                [
-                    [by_kind[(*kind, number)] for number in range(self.record["rounds"])]
-                    for kind in self._kinds
-                ]
-            )
-        medians = np.median(self._tables[name][:, self.sample], axis=1)
-        return dict(zip(self._kinds, medians, strict=True))
-
-    @cached_property
-    def _slowest(self):
-        return self._medians("slowest")
-
-    @cached_property
-    def _inputs(self):
-        return self._medians("input")
-
-    @cached_property
-    def _all_places(self):
-        return self._medians("places")
-
-    @cached_property
-    def levels(self) -> list[int]:
-        """Sorted numbers of ranks per node that computed at the same time in the probe."""
-        return sorted({active for active, _ in self._kinds})
-
-    @cached_property
     def _curves(self):
         """{active ranks: (`rounds_of_blocks` (sizes,), seconds (sizes, grid))}.
 
         Column k of the seconds is the time of the slowest of 2**k ranks.
         """
-        curves = {}
+        curves, slowest = {}, self._medians["slowest"]
         for active in self.levels:
-            blocks = [b for a, b in self._kinds if a == active]
+            blocks = [b for a, b in slowest if a == active]
             rounds = np.array([rounds_of_blocks(b, self.record["threads"]) for b in blocks])
-            curves[active] = rounds, np.array([self._slowest[active, b] for b in blocks])
+            curves[active] = rounds, np.array([slowest[active, b] for b in blocks])
         return curves
 
     @cached_property
@@ -181,7 +144,8 @@ class Model:
         """Return the number of seconds per step that a rank waits for images."""
         active = min(ranks, setting.ranks_per_node)
         level = min(self.levels, key=lambda a: abs(math.log2(a) - math.log2(active)))
-        table = {b: seconds for (a, b), seconds in self._inputs.items() if a == level}
+        inputs = self._medians["input"]
+        table = {b: seconds for (a, b), seconds in inputs.items() if a == level}
         nearest = min(table, key=lambda b: abs(b - blocks))
         return float(table[nearest]) * max(blocks, 1) / nearest
 
@@ -280,9 +244,9 @@ class Model:
         The times were measured with about the given number of blocks.
         """
         level = min(self.levels, key=lambda a: abs(a - ranks))
-        counts = [b for a, b in self._kinds if a == level]
+        counts = [b for a, b in self._medians["places"] if a == level]
         nearest = min(counts, key=lambda b: abs(math.log2(b) - math.log2(max(blocks, 1))))
-        return self._all_places[level, nearest]
+        return self._medians["places"][level, nearest]
 
     def epoch_seconds(self, ranks: int, setting: Setting) -> float:
         """Predict the duration of one epoch in seconds. The last mini-batch may be smaller.
@@ -309,11 +273,21 @@ class Model:
         rounds = self.record["rounds"]
         uniform = keyed.uniform(0, "bootstrap of a probe", RESAMPLES * rounds)
         samples = (uniform.reshape(RESAMPLES, rounds) * rounds).astype(int)
-        self._medians("slowest")
-        models = [Model(self.record, self.assumed_link, sample) for sample in samples.tolist()]
-        for model in models:
-            model._tables = self._tables
-        return models
+        return [Model(self.record, self.assumed_link, sample) for sample in samples.tolist()]
+
+
+def _medians_of(steps, sample):
+    """Return {name: {(active ranks, blocks): median of the values over the rounds in `sample`}}."""
+    by_kind: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for step in sorted(steps, key=lambda s: (s["active"], s["blocks"], s["round"])):
+        by_kind.setdefault((step["active"], step["blocks"]), []).append(step)
+    return {
+        name: {
+            kind: np.median([steps[number][name] for number in sample], axis=0)
+            for kind, steps in by_kind.items()
+        }
+        for name in ("slowest", "input", "places")
+    }
 
 
 def most_blocks(leaves: int, ranks: int) -> tuple[int, int]:

@@ -23,6 +23,13 @@ seconds_to_accuracy accuracy loss {" ".join(PHASES)}
 predicted_images_per_second prediction_error predicted_efficiency predicted_epoch_seconds
 weights_sha256 error
 """.split()
+# {name in a merged row: name in a row of the prediction}
+PREDICTED = {
+    "predicted_images_per_second": "images_per_second",
+    "prediction_error": "error",
+    "predicted_efficiency": "efficiency",
+    "predicted_epoch_seconds": "epoch_seconds",
+}
 
 
 def write(out: str, content: Mapping[str, Any]) -> None:
@@ -46,53 +53,73 @@ def merged(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = {row["ranks"]: dict(row) for row in content["rows"]}
     for row in (content.get("prediction") or {"rows": []})["rows"]:
         target = rows.setdefault(row["ranks"], {"ranks": row["ranks"], "state": "predicted"})
-        target["predicted_images_per_second"] = row["images_per_second"]
-        target["prediction_error"] = row["error"]
-        target["predicted_efficiency"] = row["efficiency"]
-        target["predicted_epoch_seconds"] = row["epoch_seconds"]
+        target |= {name: row[key] for name, key in PREDICTED.items()}
     return [rows[ranks] for ranks in sorted(rows)]
 
 
 def table_lines(content: Mapping[str, Any]) -> list[str]:
     """Return the lines of a table of all measurements and predictions."""
-    rows, has_prediction = merged(content), bool(content.get("prediction"))
-    measured = [row for row in rows if row["state"] == COMPLETE]
-    has_accuracy = any(row.get("accuracy") is not None for row in measured)
-    has_phases = any(row.get("compute") is not None for row in measured)
-    head = ["ranks"]
+    rows = merged(content)
+    columns = list(_columns(content, [row for row in rows if row["state"] == COMPLETE]))
+    lines = [[title for title, _ in columns]]
+    return aligned(lines + [[cell(row) for _, cell in columns] for row in rows], left=0)
+
+
+def _columns(content, measured):
+    """Yield (title, function that formats the cell of a row) for each column of the table."""
+    has_prediction, accuracy = bool(content.get("prediction")), content.get("accuracy")
+    yield "ranks", _name
     if measured or not has_prediction:
-        head += ["images/s", "speed-up", "efficiency", "time"]
-    accuracy = content.get("accuracy")
-    head += [f"to {percent(accuracy)}"] if accuracy is not None else []
-    head += ["accuracy"] if has_accuracy else []
-    phases = [name for name in PHASES if name != "other"] if has_phases else []
-    head += phases
-    head += ["predicted", "±", "efficiency", "s/epoch"] if has_prediction else []
-    lines = [head]
-    for row in rows:
-        marks = ("*" if row.get("is_oversubscribed") else "") + ("!" if is_disturbed(row) else "")
-        cells = [f"{row['ranks']}{marks}"]
-        if measured or not has_prediction:
-            rate = row.get("images_per_second")
-            text = row["state"] if row["state"] != "predicted" else ""
-            cells.append(f"{rate:,.0f}" if rate else text)
-            cells.append(_number(row.get("speedup"), ".2f"))
-            cells += [_number(row.get("efficiency"), ".0%")]
-            seconds = row.get("train_seconds")
-            cells.append("" if seconds is None else clock(seconds))
-        if accuracy is not None:
-            seconds = row.get("seconds_to_accuracy")
-            cells.append(_duration(seconds) if seconds is not None else _not_reached(row))
-        cells += [_number(row.get("accuracy"), ".4f")] if has_accuracy else []
-        cells += [_number(row.get(name), ".0%") for name in phases]
-        if has_prediction:
-            cells.append(_number(row.get("predicted_images_per_second"), ",.0f"))
-            cells.append(_number(row.get("prediction_error"), ".0%"))
-            cells.append(_number(row.get("predicted_efficiency"), ".0%"))
-            seconds = row.get("predicted_epoch_seconds")
-            cells.append(_number(seconds, ",.0f" if (seconds or 0) >= 100 else ".3g"))
-        lines.append(cells)
-    return aligned(lines, left=0)
+        yield "images/s", _speed
+        yield "speed-up", _cell("speedup", ".2f")
+        yield "efficiency", _cell("efficiency", ".0%")
+        yield "time", _cell("train_seconds", clock)
+    if accuracy is not None:
+        yield f"to {percent(accuracy)}", _time_to_accuracy
+    if any(row.get("accuracy") is not None for row in measured):
+        yield "accuracy", _cell("accuracy", ".4f")
+    if any(row.get("compute") is not None for row in measured):
+        yield from ((name, _cell(name, ".0%")) for name in PHASES if name != "other")
+    if has_prediction:
+        yield "predicted", _cell("predicted_images_per_second", ",.0f")
+        yield "±", _cell("prediction_error", ".0%")
+        yield "efficiency", _cell("predicted_efficiency", ".0%")
+        yield "s/epoch", _cell("predicted_epoch_seconds", _seconds)
+
+
+def _cell(key, form):
+    """Return a function that formats a value of a row by a format or a function; "" if unknown."""
+
+    def cell(row):
+        value = row.get(key)
+        if value is None:
+            return ""
+        return form(value) if callable(form) else format(value, form)
+
+    return cell
+
+
+def _seconds(seconds):
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+
+
+def _name(row):
+    """Return the number of ranks, with marks for runs whose speed is too low."""
+    is_shared = row.get("is_oversubscribed")
+    return f"{row['ranks']}{'*' if is_shared else ''}{'!' if is_disturbed(row) else ''}"
+
+
+def _speed(row):
+    """Return the images per second, or the state of a run without a speed."""
+    rate = row.get("images_per_second")
+    return f"{rate:,.0f}" if rate else row["state"].replace("predicted", "")
+
+
+def _time_to_accuracy(row):
+    """Return the time, "never", or "" if it is not known, as in the files of an older version."""
+    if row.get("seconds_to_accuracy") is not None:
+        return _duration(row["seconds_to_accuracy"])
+    return "never" if row["state"] == COMPLETE and row.get("records") else ""
 
 
 def percent(fraction: float) -> str:
@@ -103,15 +130,6 @@ def percent(fraction: float) -> str:
 def is_disturbed(row: Mapping[str, Any]) -> bool:
     """Return whether other programs used the cores so much that the speed is too low."""
     return (row.get("other_load") or 0.0) > BUSY_SHARE
-
-
-def _not_reached(row):
-    """Return "never", or "" if it is not known, as in the files of an older version."""
-    return "never" if row["state"] == COMPLETE and row.get("records") else ""
-
-
-def _number(value, form):
-    return "" if value is None else format(value, form)
 
 
 def notes(content: Mapping[str, Any]) -> list[str]:
@@ -139,65 +157,52 @@ def notes(content: Mapping[str, Any]) -> list[str]:
     prediction = content.get("prediction")
     if prediction:
         lines += fit_lines(prediction["fit"], prediction.get("link"))
-        lines.append(stop_line(prediction["stop"]))
-        lines += option_lines(prediction["stop"])
+        lines += stop_lines(prediction["stop"])
         lines += check_lines(content.get("checks") or [])
     return lines
 
 
 def fit_lines(fit: Mapping[str, Any], link: Sequence[float] | None) -> list[str]:
     """Return the lines that describe the fitted costs."""
-    levels = sorted(fit["per_step_seconds"], key=int)
-    lines = []
-    for level in levels:
-        step, block = fit["per_step_seconds"][level], fit["per_block_seconds"][level]
-        lines.append(
-            f"Step: {_duration(step)} + {_duration(block)} per block of 16 images and thread, "
-            f"with {level} rank(s) per node"
-        )
+    lines = [
+        f"Step: {_duration(fit['per_step_seconds'][level])} + "
+        f"{_duration(fit['per_block_seconds'][level])} per block of 16 images and thread, "
+        f"with {level} rank(s) per node"
+        for level in sorted(fit["per_step_seconds"], key=int)
+    ]
     for kind, alpha in fit["alpha_seconds"].items():
         beta = fit["beta_seconds_per_byte"][kind]
         rate = f"{1e-9 / beta:.3g} GB/s" if beta else "no limit seen"
         lines.append(f"Network {kind} a node: alpha {_duration(alpha)}, beta {rate}")
     if link is not None:
-        lines.append(
-            f"Network between nodes, assumed: latency {_duration(link[0])}, "
-            f"{1e-9 / link[1]:.3g} GB/s"
-        )
+        rate = f"{1e-9 / link[1]:.3g} GB/s"
+        lines.append(f"Network between nodes, assumed: latency {_duration(link[0])}, {rate}")
     elif "between" not in fit["alpha_seconds"]:
         lines.append(
             "note: the probe ran on one node, so the prediction for several nodes uses the "
             "network inside the node; --link sets another network"
         )
-    lines.append(
+    return [
+        *lines,
         f"Exchange: {_duration(fit['per_exchange_seconds'])} + messages, "
-        f"{fit['hidden']:.0%} of the gradient exchange overlaps with the backward pass"
-    )
-    lines.append(f"Ranks that train together: {fit['coupling']:.2f} x the time of these parts")
-    lines.append(
-        f"Residuals: {fit['fit_error']:.1%} of the steps, {fit['fold_error']:.1%} of the exchanges"
-    )
-    return lines
+        f"{fit['hidden']:.0%} of the gradient exchange overlaps with the backward pass",
+        f"Ranks that train together: {fit['coupling']:.2f} x the time of these parts",
+        f"Residuals: {fit['fit_error']:.1%} of the steps, {fit['fold_error']:.1%} of the exchanges",
+    ]
 
 
-def stop_line(stop: Mapping[str, Any]) -> str:
-    """Return the line with the number of ranks at which scaling stops."""
+def stop_lines(stop: Mapping[str, Any]) -> list[str]:
+    """Return the number of ranks at which scaling stops, and lines about options that raise it."""
     if stop["ranks"] is None:
-        return f"Scaling does not stop up to {stop['limit']} ranks"
-    return (
+        return [f"Scaling does not stop up to {stop['limit']} ranks"]
+    lines = [
         f"Scaling stops at {stop['ranks']} rank(s): twice as many would lose most time to "
         f"{stop['reason']}"
-    )
-
-
-def option_lines(stop: Mapping[str, Any]) -> list[str]:
-    """Return a line for each option that would raise the number of ranks where scaling stops."""
-    lines = []
+    ]
     for option, ranks in stop["options"].items():
         point = "beyond 256" if ranks is None else f"at {ranks}"
-        text = f"  with {option} it would stop {point} ranks"
-        changes = option.startswith("--batch")
-        lines.append(text + (" (other weights)" if changes else ""))
+        note = " (other weights)" if option.startswith("--batch") else ""
+        lines.append(f"  with {option} it would stop {point} ranks{note}")
     return lines
 
 
@@ -210,11 +215,8 @@ def check_lines(checks: Sequence[Mapping[str, Any]]) -> list[str]:
     for check in checks:
         text = f"Check: {check['ranks']} rank(s), predicted / measured - 1 = "
         text += f"{check['difference']:+.1%}, stated error ±{check['error']:.1%}"
-        if not check["is_counted"]:
-            text += " (not counted: " + (
-                "one rank)" if check["ranks"] == 1 else "more threads than cores)"
-            )
-        lines.append(text)
+        reason = "one rank" if check["ranks"] == 1 else "more threads than cores"
+        lines.append(text + ("" if check["is_counted"] else f" (not counted: {reason})"))
     counted = [check for check in checks if check["is_counted"]]
     differences = [
         f"{max(map(abs, values)):.1%} of the {title}"

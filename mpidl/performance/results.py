@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 COMPLETE, FAILED, STOPPED, WAITING = "done", "failed", "stopped", "waiting"
 PHASES = ("compute", "wait", "sum", "input", "other")
+SUMMARY = ("accuracy", "loss", "threads", "device", "weights_sha256", "train_seconds")
 TAIL_BYTES = 4096
 OTHER_LOAD = re.compile(r"mpidl\.scaling: other programs used ([\d.]+) % of the cores' time")
 SMOOTHING = 0.9  # weight of the previous average in the accuracy by iteration
@@ -72,16 +73,16 @@ def read_run(run: Run) -> dict[str, Any]:
     lines = log_lines(run.log)
     loads = [match[1] for line in lines if (match := OTHER_LOAD.fullmatch(line))]
     return {
-        **{name: summary.get(name) for name in ("accuracy", "loss", "threads", "device")},
-        "weights_sha256": summary.get("weights_sha256"),
-        "train_seconds": summary.get("train_seconds"),
+        **{name: summary.get(name) for name in SUMMARY},
         "images_per_second": speed_of(records, summary) or summary.get("images_per_second"),
         "is_oversubscribed": any(SHARED_CORES in line for line in lines),
         "other_load": max(map(float, loads), default=0.0) / 100,
         "curve": curve,
         "curve_kind": kind,
         "iteration_curve": _iteration_curve(records),
-        "records": _highest(curve if kind == "validation" else _smoothed(records, "seconds")),
+        "records": _highest(
+            curve if kind == "validation" else _smoothed(records, "seconds").tolist()
+        ),
         **phases_of(records),
     }
 
@@ -93,8 +94,8 @@ def speed_of(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -
     left out, because it fills caches. If no epoch is complete, the result is the mean over the
     iterations after the first one, or None if there are fewer than two iterations.
     """
-    speeds = [r.get("images_per_second") for r in records if r.get("kind") == "epoch"]
-    speeds = [speed for speed in speeds if speed]
+    epochs = (record for record in records if record.get("kind") == "epoch")
+    speeds = [r["images_per_second"] for r in epochs if r.get("images_per_second")]
     if speeds:
         return float(np.median(speeds[1:] if len(speeds) > 2 else speeds))
     intervals, previous = [], None
@@ -113,45 +114,36 @@ def speed_of(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -
 
 def curve_of(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[float]]]:
     """Return ("validation" or "training", [[seconds, accuracy], ...]) from the records of a run."""
-    for kind, title in (("validation", "validation"), ("epoch", "training")):
-        points = [
-            [record["seconds"], record["accuracy"]]
-            for record in records
-            if record.get("kind") == kind
-            and record.get("accuracy") is not None
-            and record.get("seconds") is not None
-        ]
-        if points:
-            return title, points
-    return "training", []
+    validations = _points(records, "validation", "seconds")
+    if validations:
+        return "validation", validations
+    return "training", _points(records, "epoch", "seconds")
+
+
+def _points(records, kind, position):
+    """Return [[position, accuracy], ...] of the records of a kind that have both."""
+    points = ([r.get(position), r.get("accuracy")] for r in records if r.get("kind") == kind)
+    return [point for point in points if None not in point]
 
 
 def _smoothed(records, position):
-    """Return [[position, smoothed accuracy], ...] of the iterations of a run."""
-    points = [
-        (record[position], record["accuracy"])
-        for record in records
-        if record.get("kind") == "iteration"
-        and record.get("accuracy") is not None
-        and record.get(position) is not None
-    ]
-    if not points:
-        return []
-    places, accuracies = np.array(points, float).T
-    return np.stack([places, curves.smoothed(accuracies, SMOOTHING)], axis=1).tolist()
+    """Return the array (iterations, 2) of positions and smoothed accuracies of a run."""
+    points = np.array(_points(records, "iteration", position), float).reshape(-1, 2)
+    if len(points):
+        points[:, 1] = curves.smoothed(points[:, 1], SMOOTHING)
+    return points
 
 
 def _iteration_curve(records):
-    points = np.array(_smoothed(records, "iteration")).reshape(-1, 2)
-    return np.stack([curves.binned(column, MOST_POINTS) for column in points.T], axis=1).tolist()
+    columns = _smoothed(records, "iteration").T
+    return np.stack([curves.binned(column, MOST_POINTS) for column in columns], axis=1).tolist()
 
 
 def _highest(points):
     """Return the points whose accuracy is higher than the accuracy of all earlier points."""
-    highest, kept_points = -math.inf, []
+    kept_points: list = []
     for seconds, accuracy in points:
-        if accuracy > highest:
-            highest = accuracy
+        if not kept_points or accuracy > kept_points[-1][1]:
             kept_points.append([seconds, accuracy])
     return kept_points
 
@@ -209,7 +201,7 @@ def last_error(log: str) -> str | None:
     """
     lines = log_lines(log)
     messages = [line.removeprefix("mpidl: ") for line in lines if line.startswith("mpidl: ")]
-    return (messages or lines or [None])[-1]
+    return next(reversed(messages or lines), None)
 
 
 def log_lines(path: str) -> list[str]:
@@ -254,21 +246,19 @@ def check_predictions(
     has_base = any(row["ranks"] == 1 and row["images_per_second"] for row in rows)
     checks = []
     for row in rows:
-        prediction = by_ranks.get(row["ranks"])
-        if prediction is None or not row["images_per_second"]:
+        prediction, measured = by_ranks.get(row["ranks"]), row["images_per_second"]
+        if prediction is None or not measured or not math.isfinite(prediction["images_per_second"]):
             continue
-        measured, predicted = row["images_per_second"], prediction["images_per_second"]
-        if not math.isfinite(predicted):
-            continue
+        predicted, efficiency = prediction["images_per_second"], None
+        if has_base:
+            efficiency = prediction["efficiency"] / row["efficiency"] - 1
         checks.append(
             {
                 "ranks": row["ranks"],
                 "measured": measured,
                 "predicted": predicted,
                 "difference": predicted / measured - 1,
-                "efficiency_difference": prediction["efficiency"] / row["efficiency"] - 1
-                if has_base
-                else None,
+                "efficiency_difference": efficiency,
                 "error": prediction["error"],
                 "is_counted": row["ranks"] > 1 and not row["is_oversubscribed"],
             }

@@ -109,7 +109,7 @@ class _Buckets:
     """Records buckets, into which terms are packed as in `comm.reducer.Reducer`."""
 
     def __init__(self, note):
-        self.note, self.key, self.width = note, None, 0
+        self.note, self.key, self.width = note, (0, "add"), 0
 
     def push(self, value):
         for width, itemsize, operation in _terms_of(value):
@@ -188,7 +188,6 @@ class StepClock:
         self.steps_to_skip, self.at_least = skip, at_least
         self.images = 0
         self.step_start = 0.0
-        self.first_start: float | None = None
         self.input_before = 0.0
         self.input_seconds: list[float] = []
         self.steps: list[tuple[float, float, list[tuple[float, Event]]]] = []
@@ -204,11 +203,10 @@ class StepClock:
         if self.steps_to_skip:
             self.steps_to_skip -= 1
         elif self.images == self.batch_size:
-            self.first_start = self.step_start if self.first_start is None else self.first_start
             self.steps.append((self.step_start, now, events))
             self.input_seconds.append(input_total - self.input_before)
         self.step_start, self.input_before = now, input_total
-        if len(self.steps) >= self.at_least and now - self.first_start >= self.seconds:
+        if len(self.steps) >= self.at_least and now - self.steps[0][0] >= self.seconds:
             trainer.stop()
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:

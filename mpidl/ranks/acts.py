@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import mmap
 import os
 import signal
@@ -17,7 +18,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from struct import Struct
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
+
+from mpidl.ranks import exit_guard
+from mpidl.ranks.exit_guard import ENDED as ENDED
+from mpidl.ranks.exit_guard import STOPPED as STOPPED
 
 # When this signal arrives, faulthandler writes the stacks of all threads, even if the main thread
 # never returns to the interpreter. Launchers and batch systems do not use real-time signals.
@@ -29,14 +34,16 @@ _ACTIVITY = Struct(f"{TEXT_BYTES}s")
 _ACT = Struct(f"<d?{TEXT_BYTES}s")  # start time, whether the operation is running, name
 _END = Struct("<d?")  # the first two fields of `_ACT`
 
-ENDED, STOPPED, HIDDEN = ("", "X", "Z"), ("T", "t"), "?"
+HIDDEN = "?"
 # {state in /proc: text for messages}. For all other states, messages say "is running".
-STATES = dict.fromkeys(ENDED, "has ended") | {
-    "T": "is stopped (SIGSTOP)",
-    "t": "is stopped by a debugger",
-    "D": "waits for a disk or a driver",
-    HIDDEN: "is in another container, so no rank can inspect it",
-}
+STATES = (
+    dict.fromkeys(ENDED, "has ended")
+    | STOPPED
+    | {
+        "D": "waits for a disk or a driver",
+        HIDDEN: "is in another container, so no rank can inspect it",
+    }
+)
 
 
 class Address(NamedTuple):
@@ -120,15 +127,10 @@ class ActRecord:
         _END.pack_into(self._memory, TEXT_BYTES, time.monotonic(), False)
 
 
-_record: ActRecord | None = None
-
-
+@functools.cache
 def record() -> ActRecord:
     """Return the `ActRecord` of this process; the first call creates it."""
-    global _record
-    if _record is None:
-        _record = ActRecord()
-    return _record
+    return ActRecord()
 
 
 def look_at(addresses: Sequence[Address], stacks: bool = True) -> list[Sighting]:
@@ -155,7 +157,8 @@ class _View:
 
     def __init__(self, address, files):
         self.address, self.state = address, state_of(address)
-        self.file, self.start, self.size = None, 0, 0
+        self.start = self.size = 0
+        self.file: BinaryIO | None = None
         if self.state in (*ENDED, HIDDEN):
             return
         try:
@@ -179,6 +182,7 @@ class _View:
 
     def has_stacks(self):
         """Return whether the file has grown since the request and has stopped growing."""
+        assert self.file is not None  # otherwise no stacks were requested
         previous, self.size = self.size, os.fstat(self.file.fileno()).st_size
         return self.size == previous > self.start
 
@@ -203,11 +207,7 @@ def state_of(address: Address) -> str:
     """Return the state of a process; see `Sighting`."""
     if address.namespace != record().address.namespace:
         return HIDDEN
-    try:
-        with open(f"/proc/{address.pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    return exit_guard.status_of(address.pid)[0]
 
 
 def _namespace():

@@ -55,12 +55,12 @@ class Departure:
         self._all_asked = is_waiting
         asked_ranks = remaining if is_waiting else sorted(remaining)[:1]
         for rank in set(asked_ranks) - self._unanswered:
-            self.transport.guard.roll_call.ask(rank)
+            self.transport.guard.ask(rank)
             self._unanswered.add(rank)
 
     def _read_answers(self):
         """Read the answers that have arrived; return whether a rank repeated its last answer."""
-        answers = self.transport.guard.roll_call.answers()
+        answers = self.transport.guard.answers()
         self._unanswered -= answers.keys()
         self._left |= {rank for rank, act in answers.items() if act.startswith(f"{LEAVING}:")}
         is_waiting = any(
@@ -76,8 +76,8 @@ class Departure:
         # job.
         time.sleep(0.3 * min(sum(rank < transport.rank for rank in self._left), 10))
         head = (
-            f"mpidl: rank {transport.rank} on host {transport.hosts[transport.rank]} has ended its "
-            "program, but other ranks wait for it:"
+            f"mpidl: {transport.name_of(transport.rank)} has ended its program, but other ranks "
+            "wait for it:"
         )
         waiting = sorted(self._answers.keys() - self._left)
         lines = [f"  rank {rank}, {self._answers[rank]}" for rank in waiting]
@@ -90,8 +90,7 @@ def start_exit_guard(transport: JobTransport) -> None:
 
     All ranks must be about to call MPI_Finalize, in which they wait for each other.
     """
-    host = transport.hosts[transport.rank]
-    ranks = [rank for rank, name in enumerate(transport.hosts) if name == host]
+    ranks = transport.ranks_of_host(transport.hosts[transport.rank])
     if transport.size == 1 or transport.rank != ranks[0] or not sys.executable:
         return
     words = [sys.executable, "-I", "-S", exit_guard.__file__, str(transport.timeout)]
@@ -99,7 +98,7 @@ def start_exit_guard(transport: JobTransport) -> None:
         address = transport.guard.peers[rank].address
         if acts.state_of(address) != acts.HIDDEN:
             tick = exit_guard.start_tick(address.pid)
-            name = f"rank {rank} on host {host} (process {address.pid})"
+            name = f"{transport.name_of(rank)} (process {address.pid})"
             words.append(f"{address.pid} {tick} {name}")
     with contextlib.suppress(OSError):  # if the process cannot be started, continue without it
         os.posix_spawn(words[0], words, side_process.environment())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpidl.backends.gpu.discovery import Gpu, visible
 from mpidl.errors import UserError
+from mpidl.text import grouped
 
 if TYPE_CHECKING:
     from mpidl.backends.gpu.cuda_device import CudaDevice
@@ -119,6 +120,7 @@ def use_gpu(world: World, gpu: Gpu | None) -> None:
         error = UserError(f"{problem} (rank {world.rank} on {world.host})")
     world.raise_if_any(error)
     world.device, world.counts = launching.open(device), Counts()
+    assert device is not None  # otherwise all ranks have raised the error
     device.sharers = world.allgather((world.host, gpu.identity)).count((world.host, gpu.identity))
     if world.neighbours is not None:
         gpus = [report.gpus for report in world.neighbours.gpus if report.host == world.host]
@@ -263,10 +265,11 @@ def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None)
         return Assignment(None, _lines_about_cpus(ranks, lacking))
     order = None if gpus is None else parse_gpus(gpus)
     candidates = [_candidates(rank, report, order, gpus) for rank, report in enumerate(ranks)]
-    groups: dict = {}  # {(host, GPU identities): ranks that choose among them}
-    for rank, report in enumerate(ranks):
-        identities = frozenset(gpu.identity for gpu in candidates[rank])
-        groups.setdefault((report.host, identities), []).append(rank)
+    # {(host, GPU identities): ranks that choose among them}
+    groups = grouped(
+        ((report.host, frozenset(gpu.identity for gpu in candidates[rank])), rank)
+        for rank, report in enumerate(ranks)
+    )
     assigned: list = [None] * len(ranks)
     for members in groups.values():
         pool = candidates[members[0]]
@@ -309,25 +312,18 @@ def _lines_about_cpus(ranks, lacking):
 
 def _lines_about_sharing(ranks, assigned, gpus):
     """Return messages about ranks that share a GPU and about GPUs that no rank uses."""
-    crowded, idle = {}, {}
-    for host in dict.fromkeys(report.host for report in ranks):
-        members = [r for r, report in enumerate(ranks) if report.host == host]
+    crowded, idle = [], []  # (text, host)
+    by_host = grouped((report.host, rank) for rank, report in enumerate(ranks))
+    for host, members in by_host.items():
         used = {assigned[r].identity for r in members}
         usable = {gpu.identity for r in members for gpu in ranks[r].gpus}
         if len(used) < len(members):
-            crowded.setdefault((len(members), len(used)), []).append(host)
-        elif used < usable:
-            idle.setdefault((len(used), len(usable)), []).append(host)
-    lines = [
-        f"warning: {n} ranks share {k} GPU(s) on {', '.join(hosts)}: one rank per GPU is faster"
-        for (n, k), hosts in crowded.items()
-    ]
-    if gpus is None:
-        lines += [
-            f"note: {k} of {n} GPUs are used on {', '.join(hosts)}, one per rank"
-            for (k, n), hosts in idle.items()
-        ]
-    return lines
+            text = f"warning: {len(members)} ranks share {len(used)} GPU(s) on {{}}: "
+            crowded.append((f"{text}one rank per GPU is faster", host))
+        elif used < usable and gpus is None:
+            text = f"note: {len(used)} of {len(usable)} GPUs are used on {{}}, one per rank"
+            idle.append((text, host))
+    return [text.format(", ".join(hosts)) for text, hosts in grouped(crowded + idle).items()]
 
 
 def _lines_about_kinds(ranks, assigned):
@@ -344,7 +340,5 @@ def _lines_about_kinds(ranks, assigned):
 
 def _by_host(pairs: Iterable[tuple[str, str]]) -> str:
     """Format [(host, text), ...] as "host, host (text); host (text)"."""
-    hosts_by_text: dict = {}
-    for host, text in pairs:
-        hosts_by_text.setdefault(text, {})[host] = None
+    hosts_by_text = grouped((text, host) for host, text in dict.fromkeys(pairs))
     return "; ".join(f"{', '.join(hosts)} ({text})" for text, hosts in hosts_by_text.items())

@@ -19,13 +19,14 @@ import time
 FIRST_SECONDS, LAST_SECONDS = 0.02, 0.5  # shortest and longest time between two checks
 LATER_SECONDS = 1.0  # extra time, so that a rank in MPI_Finalize can report the process first
 LONGEST_STEP = 1.0  # if more time passes between two checks, all processes were suspended
+ENDED = ("", "X", "Z")  # states of processes, as in /proc/PID/stat
 STOPPED = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger"}
 SIGKILL = 9  # as in the module `signal`, which would take too long to import
 
 
 def start_tick(pid: int) -> str:
     """Return when a process started; the value differs for a later process with the same ID."""
-    return _status(pid)[19]
+    return status_of(pid)[19]
 
 
 def watch(ranks: dict[tuple[int, str], str], timeout: float) -> None:
@@ -46,9 +47,9 @@ def watch(ranks: dict[tuple[int, str], str], timeout: float) -> None:
         previous, now = now, time.monotonic()
         for process in list(stopped_seconds):
             pid, tick = process
-            status = _status(pid)
+            status = status_of(pid)
             state = status[0]
-            if state in "ZX" or status[19] != tick:
+            if state in ENDED or status[19] != tick:
                 del stopped_seconds[process]
             elif state not in STOPPED:
                 stopped_seconds[process] = 0.0
@@ -68,13 +69,16 @@ def _end(pid, name, state, timeout):
     os.kill(pid, SIGKILL)
 
 
-def _status(pid):
-    """Return the fields of /proc/PID/stat after the name; "Z" and empty fields if it has ended."""
+def status_of(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name; empty fields without this process.
+
+    The first field is the state, a letter. Other modules of this package call this function too.
+    """
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
+            return file.read().rpartition(")")[2].split() or [""] * 20
     except OSError:
-        return ["Z"] + [""] * 19
+        return [""] * 20
 
 
 def main(words: list[str]) -> None:

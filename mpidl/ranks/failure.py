@@ -1,4 +1,4 @@
-"""End all ranks of a job together after exceptions and signals, and check the job's launcher."""
+"""End all ranks of a job together after exceptions and signals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from mpidl import startup
 from mpidl.errors import Fault, UserError
-from mpidl.ranks import srun, ulfm
+from mpidl.ranks import ulfm
 from mpidl.ranks.departure import LEAVING, OPERATION, Departure, start_exit_guard
 
 if TYPE_CHECKING:
@@ -60,39 +60,17 @@ def launcher_has_ended() -> bool:
     return launched_ranks() is not None and os.getppid() != _parent
 
 
-def refuse_foreign_launcher(size: int, library: str) -> None:
-    """Raise UserError if MPI sees one rank although the launcher started several.
+class Job:
+    """The job of this process; `transport` is that of its largest world, or None before a world."""
 
-    This happens with the `mpirun` of another MPI library, which starts N jobs of one rank instead
-    of one job of N ranks.
+    transport: JobTransport | None = None
 
-    Parameters
-    ----------
-    size : int
-        Number of ranks that MPI sees.
-    library : str
-        Version string of the MPI library.
-
-    Raises
-    ------
-    UserError
-        If MPI sees one rank and the launcher started several.
-    """
-    started = launched_ranks()
-    if size == 1 and started is not None:
-        variable, tasks = started
-        library = library.split(",")[0].splitlines()[0].strip()
-        expected = f"the launcher of {library}, such as "
-        expected += os.path.join(os.path.dirname(sys.executable), "mpirun")
-        if variable == "SLURM_STEP_NUM_TASKS" and launched_rank() == 0:  # only rank 0 prints
-            expected = srun.advice(library)
-        raise UserError(
-            f"the launcher started {tasks} tasks ({variable}={tasks}), but MPI sees one rank: "
-            f"expected {expected}"
-        )
+    @property
+    def rank(self) -> int:
+        return launched_rank() if self.transport is None else self.transport.rank
 
 
-_transport: JobTransport | None = None  # transport of this process's largest world
+job = Job()
 
 
 def abort_on_exception(transport: JobTransport) -> None:
@@ -101,10 +79,9 @@ def abort_on_exception(transport: JobTransport) -> None:
     If there are several ranks, install an exception hook and an exit function. The exit function
     waits for the other ranks.
     """
-    global _transport
-    previous_size = 0 if _transport is None else _transport.size
+    previous_size = 0 if job.transport is None else job.transport.size
     if transport.size > previous_size:  # keep the transport of a larger world
-        _transport = transport
+        job.transport = transport
     if transport.size == 1 or previous_size > 1:
         return
     sys.excepthook = _abort
@@ -113,32 +90,31 @@ def abort_on_exception(transport: JobTransport) -> None:
 
 def replace_transport(old: JobTransport, new: JobTransport) -> None:
     """After a loss of ranks, let the hook and the exit function use the new transport."""
-    global _transport
-    if _transport is old:
-        _transport = new
+    if job.transport is old:
+        job.transport = new
 
 
 def _abort(kind, error, trace):
     """Print an uncaught exception, and end the job."""
-    transport = _transport
+    transport = job.transport
+    assert transport is not None
     if transport.rank:
         # If all ranks fail, rank 0 prints its error and ends the other ranks.
         time.sleep(min(2.0, transport.timeout / 2))
-    own_rank = f"rank {transport.rank} on host {transport.hosts[transport.rank]}"
+    own_rank = f"mpidl: {transport.name_of(transport.rank)}"
     if ulfm.is_loss(error, transport.comm):
-        lost = ulfm.lost_ranks(transport.comm)
-        names = ", ".join(f"rank {rank} on host {transport.hosts[rank]}" for rank in lost)
-        print(f"mpidl: {own_rank}, {transport.activity}: lost {names or 'a rank'}", file=sys.stderr)
+        names = ", ".join(map(transport.name_of, ulfm.lost_ranks(transport.comm)))
+        print(f"{own_rank}, {transport.activity}: lost {names or 'a rank'}", file=sys.stderr)
     else:
         text = "".join(traceback.format_exception(kind, error, trace))
-        head = f"mpidl: {own_rank} failed, {transport.activity}:"
-        print(f"{head}\n{text}", file=sys.stderr, end="")
+        print(f"{own_rank} failed, {transport.activity}:\n{text}", file=sys.stderr, end="")
     transport.abort(1)
 
 
 def _leave_together():
     """At exit, wait for the other ranks, so that no rank waits for a rank that has ended."""
-    transport = _transport
+    transport = job.transport
+    assert transport is not None
     if transport.MPI.Is_finalized():
         return
     if not transport.has_left:
@@ -163,29 +139,27 @@ def run(main: Callable[[], int]) -> None:
     try:
         code = main()
     except (UserError, Fault) as error:
-        code = 2 if isinstance(error, UserError) else 1
-        rank = launched_rank() if _transport is None else _transport.rank
-        if rank == 0:
+        code, transport = 2 if isinstance(error, UserError) else 1, job.transport
+        if job.rank == 0:
             _print_error(str(error))
-        if _transport is not None:
-            seconds = min(5.0, _transport.timeout / 2)
-            lowest = _meet(_transport, failed=True, seconds=seconds)
-            if rank and lowest in (None, rank):
-                _print_error(f"rank {rank}: {error}")
+        if transport is not None:
+            lowest = _meet(transport, failed=True, seconds=min(5.0, transport.timeout / 2))
+            if job.rank and lowest in (None, job.rank):
+                _print_error(f"rank {job.rank}: {error}")
             if lowest is None:
-                _transport.abort(code)
+                transport.abort(code)
     except KeyboardInterrupt:
-        code, rank = 1, launched_rank() if _transport is None else _transport.rank
-        _print_error(f"rank {rank} was interrupted" if rank else "interrupted")
-        if _transport is not None and _transport.size > 1:
-            _transport.abort(code)
+        code, transport = 1, job.transport
+        _print_error(f"rank {job.rank} was interrupted" if job.rank else "interrupted")
+        if transport is not None and transport.size > 1:
+            transport.abort(code)
     except SystemExit as end:  # from --help, or from user code
-        code = _exit_code(end)
-        if code and _transport is not None:
-            if _meet(_transport, failed=True, seconds=min(3.0, _transport.timeout / 2)) is None:
-                rank, host = _transport.rank, _transport.hosts[_transport.rank]
-                _print_error(f"rank {rank} on host {host} has exited with code {code}")
-                _transport.abort(code)
+        code, transport = _exit_code(end), job.transport
+        if code and transport is not None:
+            seconds = min(3.0, transport.timeout / 2)
+            if _meet(transport, failed=True, seconds=seconds) is None:
+                _print_error(f"{transport.name_of(job.rank)} has exited with code {code}")
+                transport.abort(code)
     startup.end()
     sys.exit(code)
 
@@ -262,7 +236,7 @@ class Signals:
             for number in NOTED:
                 self._previous_handlers[number] = signal.signal(number, self._note)
             if self._previous_handlers[signal.SIGTERM] is startup.note:
-                self.name = self.name or startup.early_signal
+                self.name = self.name or next(reversed(startup.early_signals), None)
         return self
 
     def __exit__(self, *_) -> None:

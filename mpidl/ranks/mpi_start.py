@@ -19,6 +19,7 @@ from types import ModuleType
 
 from mpidl.errors import UserError
 from mpidl.ranks import failure, foreign_launcher, shared_segments, slurm_lines, ulfm
+from mpidl.ranks.exit_guard import ENDED, STOPPED, status_of
 
 START_SECONDS = 10.0  # extra time after the time-out, because a busy host starts MPI slowly
 LOOK_SECONDS = 0.5  # time between two checks of the watching thread
@@ -163,7 +164,8 @@ class Watch:
             if failure.launcher_has_ended():
                 self._end("because the launcher on this host has ended")
             states = _states_of_ranks() if watched_ranks else {}
-            is_gone = os.getpid() in states and watched_ranks > _count_alive(states)
+            alive = sum(state not in ENDED for state in states.values())
+            is_gone = os.getpid() in states and watched_ranks > alive
             gone_seconds = gone_seconds + seconds if is_gone else 0.0
             if gone_seconds > GONE_SECONDS:
                 self._end("because another rank on this host has ended before it started MPI")
@@ -194,18 +196,13 @@ def _states_of_ranks():
     parent, states = os.getppid(), {}
     with contextlib.suppress(OSError):
         for pid in _read(f"/proc/{parent}/task/{parent}/children").split():
-            with contextlib.suppress(OSError):
-                states[int(pid)] = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0]
+            states[int(pid)] = status_of(pid)[0]
     return states
-
-
-def _count_alive(states):
-    return sum(state not in "ZX" for state in states.values())
 
 
 def _stopped_ranks():
     """Return text that lists the sibling processes stopped by a signal; "" if there are none."""
-    stopped = [str(pid) for pid, state in _states_of_ranks().items() if state in "Tt"]
+    stopped = [str(pid) for pid, state in _states_of_ranks().items() if state in STOPPED]
     return f": stopped on this host: process {', '.join(stopped)}" if stopped else ""
 
 

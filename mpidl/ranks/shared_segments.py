@@ -14,6 +14,7 @@ import re
 import time
 
 from mpidl.errors import UserError
+from mpidl.ranks.exit_guard import start_tick
 
 FOLDER = "/dev/shm"
 # Prefixes of the segments of MPICH, Open MPI, and the library UCX, which MPICH and Open MPI use.
@@ -126,11 +127,9 @@ def _used(paths: set[str], folder: str) -> set[str]:
 
 def _start_time():
     """Return when this process started, in seconds since the epoch."""
-    with open("/proc/self/stat") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
     with open("/proc/uptime") as file:
         uptime = float(file.read().split()[0])
-    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - uptime + int(start_tick(os.getpid())) / os.sysconf("SC_CLK_TCK")
 
 
 def _bytes_since(start_time, folder):

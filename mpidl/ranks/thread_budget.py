@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpidl import backends, startup
-from mpidl.text import host_list
+from mpidl.text import grouped, host_list
 
 if TYPE_CHECKING:
     from mpidl.ranks.world import World
@@ -182,17 +183,14 @@ def assign_threads(ranks: Sequence[tuple[str, Cores]], count: int) -> tuple[list
     threads = [count] * len(ranks)
     crowded: dict[tuple[int, str, int], list[str]] = {}  # {(ranks, threads, cores): hosts}
     narrow: list[int] = []
-    by_host = ranks_by_host(ranks)
+    by_host, users = ranks_by_host(ranks), users_of_cores(ranks)
     for host, host_ranks in by_host.items():
-        users: dict[int, int] = {}  # {core: number of ranks that may use it}
-        for rank in host_ranks:
-            for core in ranks[rank][1].allowed:
-                users[core] = users.get(core, 0) + 1
         usable = usable_cores([ranks[rank][1] for rank in host_ranks])
+        core_count = len({core for rank in host_ranks for core in ranks[rank][1].allowed})
         for rank in host_ranks:
             if count == 0:
-                part = sum(1 / users[core] for core in ranks[rank][1].allowed)
-                threads[rank] = max(1, int(part * usable / len(users) + 1e-9))
+                part = sum(1 / users[host, core] for core in ranks[rank][1].allowed)
+                threads[rank] = max(1, int(part * usable / core_count + 1e-9))
         counts = "/".join(map(str, sorted({threads[rank] for rank in host_ranks})))
         if sum(threads[rank] for rank in host_ranks) > usable:
             crowded.setdefault((len(host_ranks), counts, usable), []).append(host)
@@ -244,10 +242,12 @@ def ignored_variable(threads: int) -> list[str]:
 
 def ranks_by_host(ranks: Sequence[tuple[str, Cores]]) -> dict[str, list[int]]:
     """Return {host: ranks on this host}, given the host and cores of each rank."""
-    by_host: dict[str, list[int]] = {}
-    for rank, (host, _) in enumerate(ranks):
-        by_host.setdefault(host, []).append(rank)
-    return by_host
+    return grouped((host, rank) for rank, (host, _) in enumerate(ranks))
+
+
+def users_of_cores(ranks: Sequence[tuple[str, Cores]]) -> Counter[tuple[str, int]]:
+    """Return {(host, core): number of ranks that may use it}, given each rank's host and cores."""
+    return Counter((host, core) for host, cores in ranks for core in cores.allowed)
 
 
 def usable_cores(cores: Sequence[Cores]) -> int:

@@ -9,6 +9,7 @@ which the launcher ends the job. The thread also ends the process if its launche
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import sys
@@ -96,16 +97,18 @@ def _describe(operation, limit):
     return f"{_process()}: {operation} did not complete within {limit:g} s"
 
 
-_watchdog: Watchdog | None = None
+@functools.cache
+def _running():
+    """Return the watchdog of this process; the first call starts its thread."""
+    watchdog = Watchdog(acts.record())
+    threading.Thread(target=watchdog.run, name="mpidl watchdog", daemon=True).start()
+    return watchdog
 
 
 def start(rank: int, describe: Describe = _describe) -> None:
     """Start the thread if it is not running, and set the rank and the function for messages."""
-    global _watchdog
-    if _watchdog is None:
-        _watchdog = Watchdog(acts.record())
-        threading.Thread(target=_watchdog.run, name="mpidl watchdog", daemon=True).start()
-    _watchdog.rank, _watchdog.describe = rank, describe
+    watchdog = _running()
+    watchdog.rank, watchdog.describe = rank, describe
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from mpidl.backends.cpu import builds
 from mpidl.comm import world
 from mpidl.comm.transport import START_SECONDS
 from mpidl.errors import UserError
-from mpidl.ranks import failure, serial, thread_budget, ulfm, watchdog
+from mpidl.ranks import failure, foreign_launcher, serial, thread_budget, ulfm, watchdog
 from mpidl.ranks.job_guard import JobTransport
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class World(world.World):
         if comm is None and World.default_group is not None:
             comm, neighbours = World.default_group
         comm = mpi.COMM_WORLD if comm is None else comm
-        failure.refuse_foreign_launcher(mpi.COMM_WORLD.size, mpi.Get_library_version())
+        foreign_launcher.refuse_single_ranks(mpi.COMM_WORLD.size, mpi.Get_library_version())
         if comm.size > 1:
             watchdog.start(comm.rank)
         with watchdog.guard("the start of a world", timeout + START_SECONDS):

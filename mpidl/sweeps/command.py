@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from mpidl.cli import arguments, train_run
-from mpidl.cli.parser import Parser, count
+from mpidl.cli.parser import Parser
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.errors import Fault, FolderInUse, LostLock, UserError, describe
 from mpidl.files import on_rank_0, reason
@@ -53,22 +53,13 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "DIR",
         "Folder for table.csv and a folder per trial; default: runs/FILE without .toml",
     )
-    parser.text(
+    parser.number(
         "--ranks-per-model",
-        "N",
         "Ranks that train a model together; N must divide the number of ranks; default: 1",
-        type=count("--ranks-per-model"),
     )
-    parser.text(
-        "--trial",
-        "I",
-        "Train only trial I, counted from 1, on all ranks",
-        type=count("--trial"),
-    )
-    parser.add_argument(
-        "--table", action="store_true", help="Write and print the table, without training"
-    )
-    parser.add_argument("--retry-failed", action="store_true", help="Train failed trials again")
+    parser.number("--trial", "Train only trial I, counted from 1, on all ranks", metavar="I")
+    parser.switch("--table", "Write and print the table, without training")
+    parser.switch("--retry-failed", "Train failed trials again")
     parsed = parser.parse(argv)
     modes = ("--trial", parsed.trial), ("--table", parsed.table or None)
     modes += (("--ranks-per-model", parsed.ranks_per_model),)

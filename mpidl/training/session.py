@@ -17,7 +17,7 @@ from mpidl.errors import UserError
 from mpidl.files import on_rank_0, reason
 from mpidl.ranks.failure import Signals
 from mpidl.report import Console
-from mpidl.training import lost_ranks, status_hooks, tracking_hooks
+from mpidl.training import lost_ranks, status_hooks, tracking
 from mpidl.training.files import checkpoint, run_folder
 from mpidl.training.files.run_folder import COMMAND_WORDS, PYTHON_WORDS
 from mpidl.training.optimizers import Optimizer, of_options
@@ -177,7 +177,7 @@ class Session:
             self.console,
             contextlib.nullcontext(signals) if signals else Signals() as self.signals,
             status_hooks.watched(self.out, self.world, self.signals, self.lock),
-            tracking_hooks.abandoned_on_error(hooks),
+            tracking.abandoned_on_error(hooks),
         ):
             yield
 

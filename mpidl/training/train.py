@@ -18,7 +18,7 @@ from mpidl.nn.network_check import need_network
 from mpidl.ranks.failure import Signals
 from mpidl.ranks.world import World
 from mpidl.report import Console
-from mpidl.training import input_pipeline, tracking_hooks
+from mpidl.training import input_pipeline, tracking
 from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.hooks import check_hooks
 from mpidl.training.optimizers import Optimizer
@@ -117,7 +117,7 @@ def train(
     datastore, options, world = _checked(net, datastore, options, world, optimizer)
     with contextlib.nullcontext(lock) if lock else FolderLock(world) as held_lock:
         session = Session(world, held_lock, out, resume, overwrite=overwrite)
-        hooks = tracking_hooks.with_tensorboard(hooks, options, session.out)
+        hooks += tracking.requested(options, present=hooks)
         for line in session.use_options(options, console):
             print(line, file=sys.stderr)
         if options.threads and options.threads != max(world.threads, default=0):

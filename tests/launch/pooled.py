@@ -21,7 +21,7 @@ def serve(folder):
     with open(folder / f"commands-{rank}") as commands:
         for line in commands:
             number, words, env, cwd = json.loads(line)
-            failure._transport = None  # each command gets a new world
+            failure.job.transport = None  # each command gets a new world
             vars(settings).update(defaults)
             if builds.kernels() is not None:
                 builds.kernels().set_threads(settings.threads)

@@ -20,7 +20,7 @@ from single_rank import SingleRank, all_images, assert_slopes, blocked, finite_d
 import mpidl as dl
 from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
-from mpidl.training.options.configuration import changed_on_resume
+from mpidl.training.files.resume_changes import refuse_changes
 
 SHAPE = (2, 8, 8)
 BACKWARD = ("conv2d_backward", "dense_backward", "batchnorm_dx", "activation_sums", "relu_dx")
@@ -243,10 +243,10 @@ def test_a_resumed_run_may_not_freeze_other_layers():
     net = network()
     specs = json.loads(json.dumps(net.spec()))  # as in a checkpoint
     now = {"options": dl.TrainingOptions().as_dict(), "network": specs, "fingerprint": "f"}
-    changed_on_resume(now, {**now, "network": network().spec()})
+    refuse_changes(now, {**now, "network": network().spec()})
     frozen = {**now, "network": net.freeze("conv1").spec()}
     with pytest.raises(dl.UserError, match="layer conv1 differs in trainable"):
-        changed_on_resume(now, frozen)
+        refuse_changes(now, frozen)
 
 
 def test_freezing_an_unknown_layer_names_the_nearest():

@@ -182,7 +182,7 @@ def test_time_to_an_accuracy(plan):
     assert times(0.95) == [8.0, None, None]
     assert times(None) == [None] * 3
     content = {"rows": rows, "prediction": None, "accuracy": 0.7}
-    assert times(0.7) and figures.TimeToAccuracyPanel().applies(content)
+    assert times(0.7) and "time-to-accuracy" in figures.panels(content)
     lines = report.table_lines(content)
     assert "to 70 %" in lines[0] and "4 s" in lines[1] and "1.5 s" in lines[2]
     assert "never" in lines[3]
@@ -190,7 +190,7 @@ def test_time_to_an_accuracy(plan):
         row.pop("records")  # as in the files of an older version
     assert times(0.7) == [None] * 3 and "never" not in "".join(report.table_lines(content))
     del content["accuracy"]
-    assert times(None) and not figures.TimeToAccuracyPanel().applies(content)
+    assert times(None) and "time-to-accuracy" not in figures.panels(content)
     assert "to 70 %" not in report.table_lines(content)[0]
 
 

@@ -29,7 +29,7 @@ def guard(*words, timeout=0.2):
 
 def stop(process):
     os.kill(process.pid, signal.SIGSTOP)
-    wait_until(lambda: exit_guard._status(process.pid)[0] == "T")
+    wait_until(lambda: exit_guard.status_of(process.pid)[0] == "T")
 
 
 def test_a_stopped_process_is_named_and_ended(rank):
@@ -59,7 +59,7 @@ def test_another_process_with_the_same_number_is_left_alone(rank):
     stop(rank)
     tick = int(exit_guard.start_tick(rank.pid))
     assert guard(f"{rank.pid} {tick - 1} rank 1").communicate() == ("", "")
-    assert rank.poll() is None and exit_guard._status(rank.pid)[0] == "T"
+    assert rank.poll() is None and exit_guard.status_of(rank.pid)[0] == "T"
 
 
 def test_without_processes_the_program_ends():

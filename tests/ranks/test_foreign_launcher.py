@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mpidl.errors import UserError
-from mpidl.ranks import foreign_launcher, srun
+from mpidl.ranks import foreign_launcher
 
 HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALNRANKS": "2"}
 PRTE = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "a"}
@@ -87,7 +87,7 @@ def test_the_mpirun_of_a_cluster_is_named(launched):
 )
 def test_srun_with_another_interface(launched, monkeypatch, vendor, variables, kind):
     launched(variables)
-    monkeypatch.setattr(srun, "offered_types", lambda: ["none", "pmi2", "pmix"])
+    monkeypatch.setattr(foreign_launcher, "offered_srun_types", lambda: ["none", "pmi2", "pmix"])
     text = rf"^the launcher started 2 tasks \(.*=2\): this srun cannot start {vendor}; "
     text += rf"expected srun --mpi={kind} \(srun --mpi=list: none, pmi2, pmix\)$"
     with pytest.raises(UserError, match=text):
@@ -96,6 +96,6 @@ def test_srun_with_another_interface(launched, monkeypatch, vendor, variables, k
 
 def test_other_ranks_do_not_run_srun(launched, monkeypatch):
     launched(SRUN | {"SLURM_PROCID": "1"})
-    monkeypatch.setattr(srun, "offered_types", lambda: pytest.fail("srun was run"))
+    monkeypatch.setattr(foreign_launcher, "offered_srun_types", lambda: pytest.fail("srun was run"))
     with pytest.raises(UserError, match="expected another --mpi$"):
         foreign_launcher.refuse("MPICH")

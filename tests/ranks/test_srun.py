@@ -4,7 +4,7 @@ import pytest
 
 import mpidl as dl
 from mpidl.launcher import launcher
-from mpidl.ranks import srun
+from mpidl.ranks import foreign_launcher
 
 NEW = """MPI plugin types are...
 \tnone
@@ -17,9 +17,12 @@ OLD = "srun: MPI types are...\nsrun: openmpi\nsrun: none\nsrun: pmi2\n"
 
 
 def test_parse_types():
-    assert srun.parse_types(NEW) == "none pmi2 cray_shasta pmix pmix_v3 pmix_v4".split()
-    assert srun.parse_types(OLD) == ["openmpi", "none", "pmi2"]
-    assert srun.parse_types("") == []
+    assert (
+        foreign_launcher.parse_srun_types(NEW)
+        == "none pmi2 cray_shasta pmix pmix_v3 pmix_v4".split()
+    )
+    assert foreign_launcher.parse_srun_types(OLD) == ["openmpi", "none", "pmi2"]
+    assert foreign_launcher.parse_srun_types("") == []
 
 
 @pytest.mark.parametrize(
@@ -37,14 +40,14 @@ def test_parse_types():
     ],
 )
 def test_advice(monkeypatch, library, offered, command):
-    monkeypatch.setattr(srun, "offered_types", lambda: offered)
-    assert srun.advice(library).startswith(command)
+    monkeypatch.setattr(foreign_launcher, "offered_srun_types", lambda: offered)
+    assert foreign_launcher.srun_advice(library).startswith(command)
 
 
 def test_a_machine_without_srun(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert srun.offered_types() == []
-    assert srun.advice("MPICH Version: 5") == "srun --mpi=pmi2"
+    assert foreign_launcher.offered_srun_types() == []
+    assert foreign_launcher.srun_advice("MPICH Version: 5") == "srun --mpi=pmi2"
 
 
 def test_srun_fills_nodes(monkeypatch, tmp_path):

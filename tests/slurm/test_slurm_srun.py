@@ -9,7 +9,7 @@ import pytest
 import trainings
 from cluster import wait_until
 
-from mpidl.ranks import srun
+from mpidl.ranks import foreign_launcher
 
 pytestmark = [pytest.mark.slow("slurm"), pytest.mark.timeout(240)]
 OPENMPI = launcher.ROOT / ".venv-openmpi" / "bin" / "python"
@@ -74,7 +74,7 @@ def test_the_wrong_type(cluster, shapes, tmp_path):
 
 
 def test_the_types_are_listed(cluster):
-    types = srun.parse_types(cluster.run("srun", "--mpi=list"))
+    types = foreign_launcher.parse_srun_types(cluster.run("srun", "--mpi=list"))
     assert {"none", "pmi2"} <= set(types)
 
 

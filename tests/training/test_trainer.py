@@ -17,7 +17,7 @@ from mpidl.data.datastore import Derived
 from mpidl.errors import UserError
 from mpidl.evaluation.validation import Validation
 from mpidl.report import Console, metrics
-from mpidl.training.files import checkpoint
+from mpidl.training.files import checkpoint, resume_changes
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.files.run_folder import RunWriter
 from mpidl.training.load_balancing import LoadBalancer
@@ -417,4 +417,4 @@ def test_epochs_end_a_cosine():
     with pytest.raises(
         UserError, match="was 5, is 6; it cannot increase with --learn-rate-schedule cosine"
     ):
-        configuration.changed_on_resume(saved, now)
+        resume_changes.refuse_changes(saved, now)

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from mpidl.cli.parser import Parser, port_of
+from mpidl.cli.parser import PORT, Parser
 from mpidl.errors import UserError
 from mpidl.ranks import failure
 from mpidl.report.live import address
@@ -23,9 +23,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", help="Folder of a run, which may not exist yet"
     )
-    parser.text(
-        "--port", "N", "Port of the page; default: a free port", type=port_of("--port"), default=0
-    )
+    parser.text("--port", "N", "Port of the page; default: a free port", type=PORT, default=0)
     parser.text(
         "--host",
         "ADDRESS",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import itertools
 import os
 import shutil
@@ -20,7 +19,6 @@ from mpidl.files import call_together, on_rank_0, reason
 from mpidl.ranks import hang_report
 from mpidl.report import Metrics, history, metrics, status
 from mpidl.report.run_files import CLASS_METRICS, CONFUSION, OPTIONS, SUMMARY
-from mpidl.report.trackers import tracking
 from mpidl.training.audit import audit
 from mpidl.training.files import checkpoint, lock_file
 from mpidl.training.files.background import BackgroundWriter
@@ -29,12 +27,11 @@ from mpidl.training.progress import Position
 if TYPE_CHECKING:
     from mpidl.training.session import Session
 
-BAD_IMAGES, TENSORBOARD, TIMELINE = "bad-images.csv", "tensorboard", "timeline.json.gz"
-EVENT_FILES = "events.out.tfevents.*"  # in the folder TENSORBOARD
+BAD_IMAGES, TIMELINE = "bad-images.csv", "timeline.json.gz"
 # A folder with one of these files belongs to a run.
 MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, metrics.FILE, status.NAME)
-# Files of an earlier run that a new run in the same folder removes, in addition to event files.
-# The list does not include the lock, because the new run holds it.
+# Files of an earlier run that a new run in the same folder removes, in addition to those of
+# trackers. The list does not include the lock, because the new run holds it.
 RESULTS = (
     checkpoint.CURRENT,
     checkpoint.PREVIOUS,
@@ -49,9 +46,7 @@ RESULTS = (
     status.NAME,
     SUMMARY,
     TIMELINE,
-    tracking.IDENTITIES,
 )
-COPIED = (metrics.FILE, TENSORBOARD)  # copied if a run is resumed in a different folder
 RECORD = ("kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds")
 RECORD += ("accuracy",)  # the arguments of `RunWriter.record`
 # Before it writes a record, a run checks its lock if the last check is older than this time. Only a
@@ -93,7 +88,7 @@ def make_folder(out: str, resumed: str | None = None) -> None:
     """Create the folder for a run's files, and remove the files of an earlier run.
 
     If `out` is the folder of the resumed run, nothing is removed. If a run is resumed in another
-    folder, its metrics.jsonl and its event files for TensorBoard are copied to `out`. Files that
+    folder, its metrics.jsonl and the files that trackers continue are copied to `out`. Files that
     were not written by a run are kept.
 
     Raises
@@ -112,7 +107,7 @@ def make_folder(out: str, resumed: str | None = None) -> None:
         _remove_run(out, paths)
     if resumed is None:
         return
-    for name in COPIED:
+    for name in (metrics.FILE, *(name for tracker in _trackers() for name in tracker.copied)):
         source, target = os.path.join(resumed, name), os.path.join(out, name)
         if os.path.isdir(source):
             shutil.copytree(source, target, dirs_exist_ok=True)
@@ -120,25 +115,27 @@ def make_folder(out: str, resumed: str | None = None) -> None:
             shutil.copyfile(source, target)
 
 
-def _wandb_parts(out):
-    """Return the folders that the run wrote for Weights & Biases, without those of other runs."""
-    run_id = str(tracking.identity(out, "wandb").get("run_id", ""))
-    pattern = os.path.join(glob.escape(os.fspath(out)), "wandb", f"offline-run-*-{run_id}")
-    return glob.glob(pattern) if run_id.isalnum() else []
+def _trackers():
+    """Return the classes of all trackers, whose wing may be missing."""
+    try:
+        from mpidl.trackers import load, names
+    except ModuleNotFoundError:
+        return []
+    return [load(name) for name in names()]
 
 
 def _remove_run(out, paths):
-    """Remove the files of a run, including files for trackers; keep folders with other files."""
-    events = os.path.join(out, TENSORBOARD)
-    if not os.path.islink(events):
-        paths = [*paths, *glob.glob(os.path.join(glob.escape(events), EVENT_FILES))]
-    for folder in _wandb_parts(out):
-        shutil.rmtree(folder)
-    for path in paths:
+    """Remove the files of a run, including files of trackers; keep folders with other files."""
+    out = os.fspath(out)
+    tracked = [path for tracker in _trackers() for path in tracker.written(out)]
+    for path in [*paths, *tracked]:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-    with contextlib.suppress(OSError):  # the folder does not exist, or contains other files
-        os.rmdir(events)
+    for folder in {os.path.dirname(path) for path in tracked} - {out}:
+        with contextlib.suppress(OSError):  # the folder contains other files
+            os.rmdir(folder)
 
 
 def _is_same_folder(out, resumed):

@@ -37,7 +37,7 @@ def collect(trainer: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
     The facts do not include the position, which `RunWriter.save` adds.
     """
-    from mpidl.training.options.configuration import shares
+    from mpidl.training.files.resume_changes import shares
 
     net, options = trainer.net, trainer.options
     tables, state = progress(trainer)
@@ -79,12 +79,12 @@ def restore(trainer: Run, arrays: dict[str, Any], facts: dict[str, Any]) -> None
         prevents resuming.
     """
     # Only a resumed run needs these modules.
+    from mpidl.training.files.resume_changes import refuse_changes, resumable
     from mpidl.training.optimizers.checks import describe_spec
-    from mpidl.training.options.configuration import changed_on_resume, resumable
 
     net, options = trainer.net, trainer.options
     now = resumable(options, net, trainer.datastore, trainer.world.size)
-    changed_on_resume(facts, now, "the run of this checkpoint")
+    refuse_changes(facts, now, "the run of this checkpoint")
     input_pipeline.check_unchanged(facts, options)
     before = facts.get("optimizer")  # missing in older checkpoints
     if before != json.loads(json.dumps(trainer.optimizer_spec)):

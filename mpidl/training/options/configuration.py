@@ -1,19 +1,18 @@
-"""Merge the sources of a run's options, record the result and check changes on resume.
+"""Merge the sources of a run's options, and record the result.
 
 The sources are, from highest to lowest precedence: the command line, --config FILE.toml, the
 resumed run, the network's recipe, and the defaults. The defaults are the same as in MATLAB's
 trainingOptions.
 """
 
-import json
 import os
 import platform
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mpidl.errors import UserError
 from mpidl.files import read_toml, write_whole
-from mpidl.options.declaration import check_value, flag, rule_of
+from mpidl.options.declaration import check_value, rule_of
 from mpidl.text import printable
 from mpidl.training.options.run_inputs import INPUTS
 from mpidl.training.options.training_options import (
@@ -22,11 +21,6 @@ from mpidl.training.options.training_options import (
     nearest,
     recipe_options,
 )
-from mpidl.training.schedules import ENDING
-
-if TYPE_CHECKING:
-    from mpidl.data.datastore import Datastore
-    from mpidl.nn import Network
 
 WEIGHTS = "weights"  # source of a normalization that is stored in the weight file
 RECORDS = ("sources", "versions", "weights_file")  # tables of options.toml that contain no options
@@ -183,104 +177,3 @@ def versions_of(mpi_library: str) -> dict[str, str]:
         versions[package] = version_of(package)
     first_line = (mpi_library.strip().splitlines() or ["unknown"])[0]
     return {**versions, "mpi": " ".join(first_line.replace("\0", "").split())}
-
-
-def resumable(
-    options: TrainingOptions, net: "Network", datastore: "Datastore", ranks: int
-) -> dict[str, Any]:
-    """Return the facts of a run that `changed_on_resume` compares with a checkpoint."""
-    store = options.validation
-    return {
-        "options": options.as_dict(),
-        "network": net.spec(),
-        "fingerprint": datastore.fingerprint(),
-        "validation": {"fingerprint": None if store is None else store.fingerprint()},
-        "shares": shares(options, ranks),
-    }
-
-
-def shares(options: TrainingOptions, ranks: int) -> dict[str, Any]:
-    """Return {"ranks": ..., "load": ...}, which determine the share of the data for each rank."""
-    load = options.load(ranks)
-    return {"ranks": ranks, "load": None if load is None else list(load)}
-
-
-def changed_on_resume(
-    saved: Mapping[str, Any], now: Mapping[str, Any], run_name: str = "the resumed run"
-) -> None:
-    """Raise UserError if a run has changed since its checkpoint in a way that prevents resuming.
-
-    `saved` has the facts of the checkpoint, and `now` the result of `resumable`. The number of
-    ranks may change, except in the middle of an epoch with --sampling partition. The message lists
-    all changes that are not allowed.
-    """
-    refused = []
-    # Options that did not exist when the checkpoint was written had their default values.
-    defaults = TrainingOptions(solver=saved["options"].get("solver", "sgdm")).as_dict()
-    saved_options = defaults | saved["options"]
-    for name, declared in OPTIONS.items():
-        rule = declared.metadata["resume"]
-        old, new = saved_options[name], now["options"][name]
-        if old == new:
-            continue
-        if rule == "fixed":
-            per_rank = name == "batch_size" and now["options"]["batch_per_rank"]
-            refused.append(
-                f"{flag(name)} was {old}, is {new}"
-                + (f" (--batch-per-rank {per_rank}; none keeps it)" if per_rank else "")
-            )
-        elif rule == "up" and new < old:
-            refused.append(f"{flag(name)} was {old}, is {new} (it may only increase)")
-    schedule = now["options"].get("learn_rate_schedule")
-    old, new = (table["options"].get("epochs") for table in (saved, now))
-    if schedule in ENDING and new > old:
-        refused.append(
-            f"--epochs was {old}, is {new}; it cannot increase with --learn-rate-schedule "
-            f"{schedule}, which ends with the last epoch"
-        )
-    is_swa = now["options"].get("average") == "swa"
-    if is_swa and now["options"]["average_start"] is None and new > old:
-        refused.append(
-            f"--epochs was {old}, is {new}; it cannot increase with --average swa without "
-            "--average-start: the average starts after three quarters of the epochs"
-        )
-    network = json.loads(json.dumps(now["network"]))  # tuples become lists, as in the checkpoint
-    if saved["network"] != network:
-        refused.append(f"--network: {_difference(saved['network'], network)}")
-    if saved["fingerprint"] != now["fingerprint"]:
-        refused.append(
-            f"--data: the images are not those of the run (fingerprint was "
-            f"{saved['fingerprint'][:12]}, is {now['fingerprint'][:12]})"
-        )
-    old = saved.get("validation", {}).get("fingerprint")
-    new = now.get("validation", {}).get("fingerprint")
-    if old not in (None, new):
-        refused.append(
-            f"--validation-data: the images are not those of the run (fingerprint was {old[:12]}, "
-            f"is {new[:12] if new else 'none'})"
-        )
-    old, new = saved.get("shares"), now.get("shares")
-    in_partitions = now["options"].get("sampling") == "partition" and saved["position"]["batch"]
-    if in_partitions and old is not None and old != new:
-        refused.append(
-            f"--sampling partition in the middle of an epoch: the images were partitioned among "
-            f"{_describe_ranks(old)}, now among {_describe_ranks(new)}"
-        )
-    if refused:
-        raise UserError(f"--resume: {run_name} cannot continue: {'; '.join(refused)}")
-
-
-def _describe_ranks(facts):
-    load = facts["load"]
-    by = "" if load is None else " by --worker-load " + ",".join(f"{n / 1000:g}" for n in load)
-    return f"{facts['ranks']} rank(s){by}"
-
-
-def _difference(saved, now):
-    """Describe the first difference between two lists of layers."""
-    for old, new in zip(saved, now, strict=False):
-        if old != new:
-            name = new.get("name", "?")
-            changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-            return f"layer {name} differs in {', '.join(changed)}"
-    return f"the run has {len(saved)} layers, this network has {len(now)}"

@@ -8,6 +8,7 @@ import pytest
 from mpidl.cli import arguments
 from mpidl.data import ArrayDatastore
 from mpidl.errors import UserError
+from mpidl.training.files import resume_changes
 from mpidl.training.options import configuration, training_options
 from mpidl.training.options.configuration import resolve
 from mpidl.training.options.run_inputs import INPUTS
@@ -242,7 +243,7 @@ def test_what_may_change_at_resume():
     now["options"].update(gpus="0", graphs="off")
     now["options"]["max_iterations"] = 7
     now["network"][0]["size"] = (5, 5)
-    configuration.changed_on_resume(resumable(), now)
+    resume_changes.refuse_changes(resumable(), now)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ def test_what_may_change_at_resume():
 )
 def test_what_may_not_change_at_resume(name, value):
     old = resumable()["options"][name]
-    text = refused(configuration.changed_on_resume, resumable(), resumable(**{name: value}))
+    text = refused(resume_changes.refuse_changes, resumable(), resumable(**{name: value}))
     assert f"{training_options.flag(name)} was {old}, is {value}" in text
 
 
@@ -271,42 +272,42 @@ def test_an_option_that_a_checkpoint_lacks_has_its_default():
     now = resumable(**saved["options"])
     for name in ("precision", "squared_gradient_decay_factor", "l2"):
         del saved["options"][name]
-    configuration.changed_on_resume(saved, now)
+    resume_changes.refuse_changes(saved, now)
     now["options"]["precision"] = "tf32"
-    text = refused(configuration.changed_on_resume, saved, now)
+    text = refused(resume_changes.refuse_changes, saved, now)
     assert "--precision was fp32, is tf32" in text
 
 
 def test_other_ranks_at_resume_with_a_batch_size_for_each_rank():
     saved, now = resumable(batch_per_rank=32), resumable(batch_per_rank=32, batch_size=64)
-    text = refused(configuration.changed_on_resume, saved, now)
+    text = refused(resume_changes.refuse_changes, saved, now)
     assert "--batch-size was 128, is 64 (--batch-per-rank 32; none keeps it)" in text
-    configuration.changed_on_resume(saved, resumable(batch_per_rank=None))
+    resume_changes.refuse_changes(saved, resumable(batch_per_rank=None))
 
 
 def test_another_network_or_data_set_at_resume():
     now = resumable()
     now["network"][0]["filters"] = 21
     now["fingerprint"] = "fedcba9876543210"
-    text = refused(configuration.changed_on_resume, resumable(), now, "runs/digits")
+    text = refused(resume_changes.refuse_changes, resumable(), now, "runs/digits")
     assert "--network: layer conv1 differs in filters" in text and "--data" in text
     assert text.startswith("--resume: runs/digits cannot continue")
     now["network"].append(now["network"][0])
     now["network"][0] = resumable()["network"][0]
-    assert "1 layers" in refused(configuration.changed_on_resume, resumable(), now)
+    assert "1 layers" in refused(resume_changes.refuse_changes, resumable(), now)
 
 
 def test_other_images_to_validate_on_at_resume():
     images = ArrayDatastore(np.zeros((4, 1, 2, 2), np.uint8), [0, 1, 0, 1])
     other_images = ArrayDatastore(np.ones((4, 1, 2, 2), np.uint8), [0, 1, 0, 1])
     saved = {**resumable(), "validation": {"fingerprint": images.fingerprint()}}
-    configuration.changed_on_resume(saved, saved)
+    resume_changes.refuse_changes(saved, saved)
     for new in (other_images.fingerprint(), None):
         now = {**resumable(), "validation": {"fingerprint": new}}
-        text = refused(configuration.changed_on_resume, saved, now)
+        text = refused(resume_changes.refuse_changes, saved, now)
         assert f"was {images.fingerprint()[:12]}, is {str(new or 'none')[:12]}" in text
         assert "--validation-data: the images are not those of the run" in text
-        configuration.changed_on_resume({**saved, "validation": {}}, now)
+        resume_changes.refuse_changes({**saved, "validation": {}}, now)
 
 
 def test_shares_may_not_change_in_the_middle_of_an_epoch():
@@ -314,20 +315,20 @@ def test_shares_may_not_change_in_the_middle_of_an_epoch():
         options = TrainingOptions(sampling="partition", **changes)
         return {
             **resumable(sampling="partition"),
-            "shares": configuration.shares(options, ranks),
+            "shares": resume_changes.shares(options, ranks),
             "position": {"batch": batch},
         }
 
     middle = partitioned(1, 2)
-    text = refused(configuration.changed_on_resume, middle, partitioned(0, 3))
+    text = refused(resume_changes.refuse_changes, middle, partitioned(0, 3))
     assert "an epoch: the images were partitioned among 2 rank(s), now among 3" in text
     weighted = partitioned(0, 2, worker_load="1,0.5")
-    text = refused(configuration.changed_on_resume, middle, weighted)
+    text = refused(resume_changes.refuse_changes, middle, weighted)
     assert "among 2 rank(s), now among 2 rank(s) by --worker-load 1,0.5" in text
-    configuration.changed_on_resume(partitioned(0, 2), partitioned(0, 3))
-    configuration.changed_on_resume(middle, partitioned(0, 2))
+    resume_changes.refuse_changes(partitioned(0, 2), partitioned(0, 3))
+    resume_changes.refuse_changes(middle, partitioned(0, 2))
     now = {**partitioned(0, 3), **resumable()}
-    configuration.changed_on_resume({**middle, **resumable()}, now)
+    resume_changes.refuse_changes({**middle, **resumable()}, now)
 
 
 def test_the_command_line_sets_only_typed_options():
