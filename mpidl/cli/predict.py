@@ -1,35 +1,98 @@
 """`python -m mpidl.predict`: apply a trained network to images, or write its activations."""
 
-import collections
-import csv
-import io
-import math
+import argparse
 import sys
 from collections.abc import Sequence
 
-import numpy as np
-
 from mpidl import backends, data, losses
 from mpidl.cli import arguments, remote, start, user_files
-from mpidl.data.checks import read_targets
+from mpidl.cli.parser import RUN, Parser
+from mpidl.cli.predictions import Task
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.storage.settings import refuse_remote
 from mpidl.data.transforms import normalize
 from mpidl.errors import UserError
-from mpidl.evaluation import confusion, evaluate, predict
-from mpidl.evaluation.confusion import Confusion
-from mpidl.files import on_rank_0, write_whole
+from mpidl.evaluation import confusion
+from mpidl.files import on_rank_0
 from mpidl.nn.layers import Sigmoid
+from mpidl.options.declaration import flag
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
 from mpidl.report import Console, arrays
-from mpidl.text import class_names, printable
 from mpidl.training.options import training_options
+from mpidl.training.options.run_inputs import EMBEDDED
+
+# The ten most common options, in the order in which --help shows them.
+COMMON = """
+model data out top_k confusion activations resize colour batch_size device
+""".split()
+# Training options that the command also accepts.
+OPTIONS = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
+OPTIONS += ("on_bad_image", "test_flips")
+
+
+def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the arguments of mpidl.predict; `arguments.train` describes parameters and errors.
+
+    The attributes preprocess and storage are dicts {name: value} of the typed options in
+    `arguments.PREPROCESS` and `arguments.STORAGE`. All other arguments are attributes.
+    """
+    parser = Parser(
+        "mpidl.predict",
+        "Classify images with a trained network.",
+        quiet,
+        COMMON,
+        RUN,
+        epilog=(
+            "--colour, --resize, --cover and --centre-crop replace all of the model's own\n"
+            "preprocessing, even if only one of these options is given."
+        ),
+    )
+    parser.text("--model", "FILE", arguments.MODEL_HELP, required=True)
+    parser.text("--layers", "FILE.py", "Python file with the model's custom layer classes")
+    parser.text(
+        "--data",
+        "DATA",
+        f"{arguments.DATA_HELP}. If the data have a training and a test part, the test part is "
+        "used",
+        EMBEDDED,
+        required=True,
+    )
+    parser.text(
+        "--out",
+        "FILE",
+        "Write the results. FILE.csv has one row per image: its name, its class and a score per "
+        "class; for a regression model, its name, its outputs and its targets. FILE.npy or "
+        "FILE.h5 stores an array, for --activations and models without classes",
+    )
+    parser.number(
+        "--top-k",
+        "Print the fraction of images whose class has one of the K largest scores",
+        metavar="K",
+    )
+    parser.text(
+        "--confusion",
+        "FILE",
+        "Write the confusion matrix to FILE.csv, or a picture of it to FILE.png",
+    )
+    parser.add_options("metrics")
+    parser.text("--activations", "LAYER", "Write the output of this layer for each image to --out")
+    names = arguments.PREPROCESS
+    parser.add_options(*names, **dict.fromkeys(names, "the model's preprocessing"))
+    arguments.add_normalization(parser, "the normalization that FILE describes")
+    parser.add_options(*arguments.STORAGE, *OPTIONS)
+    defaults = {name: training_options.OPTIONS[name].default for name in ("metrics", *OPTIONS)}
+    values = defaults | vars(parser.parse(argv))
+    groups = {
+        group: {name: values.pop(name) for name in names if name in values}
+        for group, names in (("preprocess", arguments.PREPROCESS), ("storage", arguments.STORAGE))
+    }
+    return argparse.Namespace(**values, **groups)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parsed = arguments.predict(argv, quiet=failure.launched_rank() > 0)
+    parsed = parse(argv, quiet=failure.launched_rank() > 0)
     world = World(timeout=parsed.timeout, threads=None)
     remote.configure({"data": parsed.data, **parsed.storage}, world)
     backends.configure(winograd=parsed.winograd, precision=parsed.precision)
@@ -65,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "them)"
         )
     with console.stage(f"prediction for {len(images)} images"):
-        task = _Task(parsed, world, net, images, loss)
+        task = Task(parsed, world, net, images, loss)
         if parsed.activations:
             task.write_activations()
         elif losses.has_label_scores(loss) and len(net.output_shape) == 1:
@@ -94,14 +157,13 @@ def _network(parsed, layers):
 def _check_outputs(parsed):
     """Check the output files before the computation; raise UserError if one cannot be written."""
     for name in ("out", "confusion"):
-        refuse_remote(getattr(parsed, name), training_options.flag(name), "a file")
+        refuse_remote(getattr(parsed, name), flag(name), "a file")
     if parsed.confusion:
         confusion.check_path(parsed.confusion, "--confusion")
     if parsed.activations:
         for name in ("top_k", "confusion", "metrics"):
             if getattr(parsed, name):
-                flag = training_options.flag(name)
-                raise UserError(f"--activations: expected no {flag} with it")
+                raise UserError(f"--activations: expected no {flag(name)} with it")
         if parsed.test_flips != "none":
             raise UserError("--activations: expected no --test-flips with it")
         if not parsed.out:
@@ -122,245 +184,3 @@ def _loss_of(net, images):
     if has_targets and images.targets_dtype.kind not in "iu":
         return "mse"
     return "dice" if has_targets and outputs[0] == 1 else "crossentropy"
-
-
-class _Task:
-    """One prediction: its arguments, network, images and loss. All methods are collective."""
-
-    def __init__(self, parsed, world, net, images, loss):
-        self.parsed, self.world, self.net, self.images = parsed, world, net, images
-        self.loss, self.has_targets = loss, images.targets_shape is not None
-
-    # ---- the kinds of predictions ----
-
-    def write_activations(self):
-        """Write the activations of the layer that --activations names."""
-        layer = self.parsed.activations
-        try:
-            part = self.net.up_to(layer)
-        except KeyError as error:
-            raise UserError(f"--activations: {self.parsed.model}: {error.args[0]}") from error
-        self._write_array(part, "activations")
-        shape = "x".join(map(str, part.output_shape))
-        text = f"Activations: {shape} of {layer}, {len(self.images)} images"
-        self._print(f"{text}: {printable(self.parsed.out)}", {})
-
-    def write_outputs(self):
-        """Write outputs that are images, numbers or pixel classes; print accuracy or errors."""
-        parsed, world, net, images = self.parsed, self.world, self.net, self.images
-        classifies = self.has_targets and losses.label_loss(self.loss) is not None
-        refused = ["top_k", *(() if classifies else ("metrics",))]
-        if not classifies or losses.has_label_scores(self.loss):
-            refused.append("confusion")
-        self._refuse(refused, f"{parsed.model} has outputs of shape {net.output_shape}")
-        if parsed.out and parsed.out.lower().endswith(".csv") and len(net.output_shape) == 1:
-            self._write_numbers()
-        elif parsed.out:
-            on_rank_0(world, lambda: arrays.check_path(parsed.out, "--out"))
-            self._write_array(net, "outputs")
-        text = f"{len(images)} images, no targets known"
-        if classifies:
-            evaluation = self._evaluate(confusion=bool(parsed.confusion))
-            count = losses.labels_per_image(net, images)
-            text = _accuracy(evaluation, f", {count} labels each")
-            if evaluation.confusion is not None:
-                on_rank_0(world, lambda: evaluation.confusion.save(parsed.confusion))
-        elif self.has_targets:
-            errors = evaluate.regression_errors(net, images, **self._options())
-            text = f"RMSE: {errors.rmse:.6g}, MAE: {errors.mae:.6g} ({errors.images} images)"
-        self._print(text, {"Confusion matrix": parsed.confusion, "Outputs": parsed.out})
-
-    def predict_labels(self):
-        """Write the probabilities of several labels per image; print how many labels are correct.
-
-        A label is predicted if its probability is above 1/2.
-        """
-        parsed, net, images = self.parsed, self.net, self.images
-        (count,) = net.output_shape
-        has_labels = self.has_targets or (images.labels is not None and count == 1)
-        reason = "there are no labels"
-        if has_labels:
-            reason = f"the scores of {parsed.model} are probabilities of separate labels"
-        self._refuse(["top_k", "confusion", *(() if has_labels else ("metrics",))], reason)
-        self._need_csv("the probabilities of labels")
-        names = [printable(name) for name in class_names(net.classes, count)]
-        negative = printable(str((net.loss or {}).get("negative", "")))
-
-        def predicted(row):
-            chosen = ";".join(n for n, p in zip(names, row, strict=True) if p > 0.5)
-            return "" if np.isnan(row).any() else chosen or negative
-
-        if parsed.out:
-            rows = (
-                [images.name(i), predicted(row), *map(_digits, row)]
-                for indices, values in self._batches(predict.probabilities)
-                for i, row in zip(indices, values, strict=True)
-            )
-            self._write_csv(["image", "predicted", *names], rows)
-        text = f"{len(images)} images, no labels known"
-        if has_labels:
-            text = _accuracy(self._evaluate(), f", {count} labels each" if count > 1 else "")
-        self._print(text, {"Scores": parsed.out})
-
-    def classify(self, classes, reason):
-        """Classify images, write the scores, and print the accuracy if the images have labels.
-
-        `reason` explains why images in sub-folders have no labels; for other images it is None.
-        """
-        parsed, images, (count,) = self.parsed, self.images, self.net.output_shape
-        suffix = f": {reason}" if reason else ""
-        if images.labels is None:
-            for name in ("top_k", "confusion", "metrics"):
-                if getattr(parsed, name):
-                    raise UserError(
-                        f"{training_options.flag(name)}: expected images with labels, found none "
-                        f"in --data {parsed.data}{suffix}"
-                    )
-        self._need_csv("class scores")
-        if parsed.top_k and parsed.top_k > count:
-            raise UserError(f"--top-k {parsed.top_k}: the model has {count} classes")
-        names = [printable(name) for name in class_names(classes, count)]
-        table, in_top_k, n = np.zeros((count, count), np.int64), 0, 0
-        undefined = 0  # images with NaN scores
-
-        def rows():
-            nonlocal in_top_k, n, undefined
-            for indices, (scores, ranked, predicted) in self._batches(predict.scores_and_labels):
-                n += len(indices)
-                undefined += int((predicted < 0).sum())
-                if images.labels is not None:
-                    confusion.tally(table, images.labels[indices], predicted)
-                if parsed.top_k:
-                    places = evaluate.places(ranked, images.labels[indices])
-                    in_top_k += int((places < parsed.top_k).sum())
-                if parsed.out:
-                    for i, k, row in zip(indices, predicted, scores, strict=True):
-                        yield [images.name(i), names[k] if k >= 0 else "", *map(_digits, row)]
-
-        if parsed.out:
-            self._write_csv(["image", "predicted", *names], rows())
-        else:
-            collections.deque(rows(), maxlen=0)
-        if parsed.confusion:
-            matrix = Confusion(table, tuple(names), is_complete=not undefined)
-            on_rank_0(self.world, lambda: matrix.save(parsed.confusion))
-        evaluation = self._evaluate() if parsed.metrics else None
-        lines = [f"{n} images, no labels known{suffix}"]
-        if images.labels is not None and n:
-            accuracy, top_k = table.trace() / n, in_top_k / n
-            if undefined:  # the accuracy of the other images would hide the fault
-                accuracy = top_k = math.nan
-            lines = [f"Accuracy: {accuracy:.4f} ({n} images)"]
-            lines += [f"Top-{parsed.top_k} accuracy: {top_k:.4f}"] if parsed.top_k else []
-            lines += [str(evaluation.metrics)] if evaluation is not None else []
-        if undefined and self.world.rank == 0:
-            print(
-                f"warning: {undefined} of {n} images have NaN scores and no predicted class",
-                file=sys.stderr,
-            )
-        files = {"Confusion matrix": parsed.confusion, "Scores": parsed.out}
-        self._print("\n".join(lines), files)
-
-    # ---- what they share ----
-
-    def _refuse(self, names, reason):
-        for name in names:
-            if getattr(self.parsed, name):
-                raise UserError(
-                    f"{training_options.flag(name)}: expected a model with a score for each class, "
-                    f"and images with labels; {reason}"
-                )
-
-    def _need_csv(self, subject):
-        out = self.parsed.out
-        if out and out.lower().endswith(arrays.ENDINGS):
-            raise UserError(f"--out {out}: {subject} are written as .csv")
-
-    def _options(self):
-        parsed = self.parsed
-        return {
-            "world": self.world,
-            "batch_size": parsed.batch_size,
-            "bad_images": parsed.bad_images,
-            "test_flips": parsed.test_flips,
-        }
-
-    def _evaluate(self, **options):
-        options |= {"loss": self.loss, "metrics": self.parsed.metrics or ()}
-        return evaluate.evaluate(self.net, self.images, **self._options(), **options)
-
-    def _batches(self, function, net=None):
-        """Yield (indices, results) of each mini-batch, on rank 0 only."""
-        net = self.net if net is None else net
-        for batch in predict.by_batch(net, self.images, function, **self._options()):
-            if self.world.rank == 0:
-                yield batch
-
-    def _write_csv(self, headings, rows):
-        """Write --out FILE.csv. Every rank consumes the rows, which only rank 0 has."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([headings, *rows])
-        content = text.getvalue().encode()
-        on_rank_0(self.world, lambda: write_whole(self.parsed.out, content))
-
-    def _write_array(self, net, name):
-        """Write the outputs for all images to --out in image order, one mini-batch at a time.
-
-        The outputs for skipped images are NaN.
-        """
-        images, file, written = self.images, None, 0
-        if self.world.rank == 0:
-            facts = {"names": [images.name(i) for i in range(len(images))]}
-            if images.labels is not None:
-                facts["labels"] = images.labels
-            file = arrays.ArrayFile(self.parsed.out, name, (len(images), *net.output_shape), facts)
-        for indices, values in self._batches(predict.outputs, net):
-            count = min(self.parsed.batch_size, len(images) - written)
-            if len(values) < count:
-                values, complete = np.full((count, *values.shape[1:]), np.nan, np.float32), values
-                values[indices - written] = complete
-            file.write(values)
-            written += count
-        on_rank_0(self.world, lambda: file.close())
-
-    def _write_numbers(self):
-        """Write --out FILE.csv with a row per image: its name, outputs and targets, if any."""
-        (count,), images = self.net.output_shape, self.images
-        target_count = math.prod(images.targets_shape) if self.has_targets else 0
-
-        def rows():
-            for indices, values in self._batches(predict.outputs):
-                targets: Sequence[Sequence] = [()] * len(indices)
-                if self.has_targets:
-                    table = read_targets(images, indices).reshape(len(indices), target_count)
-                    targets = table.tolist()
-                for i, value, target in zip(indices, values.tolist(), targets, strict=True):
-                    yield [images.name(i), *map(_digits, value), *map(_digits, target)]
-
-        self._write_csv(
-            ["image", *_numbered("output", count), *_numbered("target", target_count)], rows()
-        )
-
-    def _print(self, text, files):
-        """Print the results on rank 0, and then the title and path of each written file."""
-        if self.world.rank == 0:
-            print(text)
-            for title, path in files.items():
-                if path:
-                    print(f"{title}: {printable(path)}")
-
-
-def _accuracy(evaluation, labels):
-    """Return the lines about an accuracy and the requested metrics."""
-    table = "" if evaluation.metrics is None else f"\n{evaluation.metrics}"
-    return f"Accuracy: {evaluation.accuracy:.4f} ({evaluation.images} images{labels}){table}"
-
-
-def _numbered(name, count):
-    """Return `count` column headings: the name, numbered from 1 if there are several columns."""
-    return [name] if count == 1 else [f"{name} {i + 1}" for i in range(count)]
-
-
-def _digits(value):
-    """Format a number: whole numbers in full, others with the 9 digits that determine a float32."""
-    return str(value) if isinstance(value, int) else f"{value:.9g}"
