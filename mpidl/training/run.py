@@ -132,18 +132,7 @@ class Run:
         balancer = hook_classes.balancer_of(options, world)
         self.queue: MinibatchQueue
         self.step: EagerStep | GPUStep
-        self._make_step = functools.partial(
-            make_step,
-            net=net,
-            optimizer=optimizer,
-            options=options,
-            loss=self.loss,
-            world=world,
-            datastore=self.datastore,
-            queue_options=queue_options,
-            balancer=balancer,
-            advice=session.advice,
-        )
+        self._make_step = functools.partial(make_step, self, queue_options, balancer)
         self.queue, self.step = self._make_step()
         self._per_epoch = len(self.queue)  # `finalize_network` replaces the queue
         self.start_time = time.monotonic() - self.position.seconds
