@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpidl"
 # core are called "tape" here, because the backends, comm and data may not import them.
 TAPE = ("mpidl.core.tape", "mpidl.core.op", "mpidl.core.grad")
 BASE = {"startup", "errors", "text", "files", "matlab_names", "listed_folders", "side_process"}
-BASE |= {"launcher", "lazy", "options", "phases", "wings"}
+BASE |= {"docstrings", "launcher", "lazy", "options", "phases", "wings"}
 BACKENDS = BASE | {"core", "kernels"}
 OPS = BASE | {"core", "tape", "backends"}
 NN = OPS | {"ops"}
