@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpidl.cli import arguments, pretrained, remote, start, train_data, train_results, user_files
 from mpidl.data.loading.bad_images import BadImages
-from mpidl.data.storage.settings import refuse_remote
+from mpidl.data.urls import refuse_remote
 from mpidl.files import on_rank_0
 from mpidl.ranks import failure, survival
 from mpidl.ranks.world import World
