@@ -19,17 +19,10 @@ from mpidl.training.files import checkpoint
 RECORD, LOG = "trial.json", "console.log"
 WAITING, RUNNING, COMPLETE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
 STATES = (WAITING, RUNNING, COMPLETE, FAILED, STOPPED)
-# {column of the table: name in summary.json}
-FIGURES = {
-    "accuracy": "accuracy",
-    "loss": "loss",
-    "validation_accuracy": "validation_accuracy",
-    "validation_loss": "validation_loss",
-    "epochs": "epochs",
-    "iterations": "iterations",
-    "seconds": "train_seconds",
-    "weights_sha256": "weights_sha256",
-}
+# Columns of the table whose values are in summary.json; "seconds" is called "train_seconds" there.
+FIGURES = """
+accuracy loss validation_accuracy validation_loss epochs iterations seconds weights_sha256
+""".split()
 
 
 class TrialFolder(NamedTuple):
@@ -63,7 +56,8 @@ class TrialFolder(NamedTuple):
         summary: dict[str, Any] = {}
         with contextlib.suppress(UserError):  # a damaged file leaves the row without results
             summary = run_files.read_summary(self.path) if state == COMPLETE else {}
-        figures = {column: summary.get(name) for column, name in FIGURES.items()}
+        summary |= {"seconds": summary.get("train_seconds")}
+        figures = {name: summary.get(name) for name in FIGURES}
         error = record.get("error") if state == FAILED else None
         return {"trial": self.number, "state": state, **figures, "error": error}
 
