@@ -6,6 +6,7 @@ import io
 import math
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -204,7 +205,8 @@ class Task:
 
         The outputs for skipped images are NaN.
         """
-        images, file, written = self.images, None, 0
+        file: Any = None  # on rank 0
+        images, written = self.images, 0
         if self.world.rank == 0:
             facts = {"names": [images.name(i) for i in range(len(images))]}
             if images.labels is not None:

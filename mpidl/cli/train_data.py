@@ -61,7 +61,7 @@ def open_images(
     source = pretrained.load(resolved, session.checkpoint, sets.train, world)
     if source is not None and not preprocess:
         preprocess = pretrained.conversion(source.net, sets.train, options)
-        converted = (images and data.preprocessed(images, preprocess) for images in sets)
+        converted: list[Any] = [s and data.preprocessed(s, preprocess) for s in sets]
         sets = Sets(*converted)
     with session.console.stage("reading the test data"):
         train_set, test_set = start.with_test(
