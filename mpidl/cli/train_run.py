@@ -59,9 +59,9 @@ def train(
     lock : FolderLock
         Lock of the results folder. This function takes the lock if the caller has not taken it.
     """
-    training = _Training(typed, _open_session(typed, world, lock), signals)
+    training = Training(typed, world, signals, lock)
     training.resolve_options()
-    training.open_images()
+    training.open_data()
     if "preview" in typed:
         return train_data.draw_preview(typed["preview"], training.images, training.session)
     training.build_network()
@@ -85,11 +85,14 @@ def _open_session(typed, world, lock):
     return Session(world, lock, out, resume, overwrite=overwrite, words=COMMAND_WORDS)
 
 
-class _Training:
+class Training:
     """One training, in phases that `train` calls from top to bottom. All phases are collective."""
 
-    def __init__(self, typed, session, signals):
-        self.typed, self.session, self.world, self.signals = typed, session, session.world, signals
+    def __init__(
+        self, typed: Mapping[str, Any], world: World, signals: failure.Signals, lock: FolderLock
+    ) -> None:
+        self.typed, self.world, self.signals = typed, world, signals
+        self.session = _open_session(typed, world, lock)
 
     def resolve_options(self):
         """Resolve the options; settle the device and open the console."""
@@ -112,7 +115,7 @@ class _Training:
             user_files.check_resumed(network, self.saved or {}, self.typed["resume"])
         return user_files.network_file(network)
 
-    def open_images(self):
+    def open_data(self):
         """Open the training, validation and test images, and the network of --weights."""
         self.images = train_data.open_images(self.typed, self.resolved, self.options, self.session)
         self.sets, self.options, self.source, notes = self.images
