@@ -31,10 +31,11 @@ class LoopListener:
         return self._records(facts)
 
     def _write(self, record):
-        if self._recorder is None:
-            self._recorder = recorder()
-            self._recorder.write({"kind": "start", "epochs": 0, "iterations": 0, "iteration": 0})
-        self._recorder.write(record)
+        if self._recorder is None and (new := recorder()) is not None:
+            new.write({"kind": "start", "epochs": 0, "iterations": 0, "iteration": 0})
+            self._recorder = new
+        if self._recorder is not None:
+            self._recorder.write(record)
 
     def end(self, is_stopped: bool) -> None:
         """Record the end of the loop."""
