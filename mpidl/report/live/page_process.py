@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import Any
+from typing import IO, cast
 
 from mpidl import side_process
 from mpidl.report.live.address import Address
@@ -32,7 +32,7 @@ class PageProcess:
             stdout=subprocess.DEVNULL,
             pass_fds=[descriptor],
         )
-        self._stdin: Any = self.process.stdin
+        self._stdin = cast(IO[bytes], self.process.stdin)
         address.listener.close()
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(f"{address.token}\n".encode())
