@@ -54,9 +54,9 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.switch("--table", "Write and print the table, without training")
     parser.switch("--retry-failed", "Train failed trials again")
     parsed = parser.parse(argv)
-    modes = ("--trial", parsed.trial), ("--table", parsed.table or None)
-    modes += (("--ranks-per-model", parsed.ranks_per_model),)
-    used = [flag for flag, value in modes if value is not None]
+    modes = {"--trial": parsed.trial, "--table": parsed.table}
+    modes |= {"--ranks-per-model": parsed.ranks_per_model}
+    used = [flag for flag, value in modes.items() if value]
     if parsed.table and parsed.retry_failed:
         used = ["--table", "--retry-failed"]
     if len(used) > 1:
