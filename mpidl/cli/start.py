@@ -14,9 +14,9 @@ from mpidl.backends.cpu import builds
 from mpidl.cli import user_files
 from mpidl.core.blocks import LANES, blocks_of
 from mpidl.data.datastore import Datastore
-from mpidl.data.storage.settings import refuse_remote
 from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
 from mpidl.data.transforms.preprocess import Preprocess
+from mpidl.data.urls import refuse_remote
 from mpidl.errors import UserError
 from mpidl.files import reason
 from mpidl.nn import Network, zoo

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mpidl.cli import arguments, train_run
 from mpidl.cli.parser import Parser
-from mpidl.data.storage.settings import refuse_remote
+from mpidl.data.urls import refuse_remote
 from mpidl.errors import Fault, FolderInUse, LostLock, UserError, describe
 from mpidl.files import on_rank_0, reason
 from mpidl.ranks import failure

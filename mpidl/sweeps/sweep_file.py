@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl.core import keyed
-from mpidl.data.storage.settings import Settings, check_url
+from mpidl.data.urls import Settings, check_url
 from mpidl.errors import UserError
 from mpidl.files import read_toml
 from mpidl.options.declaration import at_least, check_value, declared, rule_of
