@@ -66,7 +66,7 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
     lock : RunLock
         Lock of the results folder. This function takes the lock if the caller has not taken it.
     """
-    training = _Training(typed, world, signals, lock)
+    training = Training(typed, world, signals, lock)
     training.resolve_options()
     training.open_data()
     if "preview" in typed:
@@ -77,10 +77,15 @@ def train(typed: Mapping[str, Any], world: World, signals: failure.Signals, lock
     return training.train()
 
 
-class _Training:
-    """One training, in phases that `train` calls from top to bottom. All phases are collective."""
+class Training:
+    """One training, in phases that `train` calls from top to bottom. All phases are collective.
 
-    def __init__(self, typed, world, signals, lock):
+    The probe of a scaling study calls the first phases too.
+    """
+
+    def __init__(
+        self, typed: Mapping[str, Any], world: World, signals: failure.Signals, lock: RunLock
+    ) -> None:
         self.typed, self.world, self.signals, self.lock = typed, world, signals, lock
 
     def resolve_options(self):
