@@ -1,4 +1,4 @@
-"""Prepare commands: return warnings, load data sets and networks, create the output folder."""
+"""Prepare commands: return warnings, load data sets and networks."""
 
 import importlib.util
 import inspect
@@ -16,14 +16,12 @@ from mpidl.core.blocks import LANES, blocks_of
 from mpidl.data.datastore import Datastore
 from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
 from mpidl.data.transforms.preprocess import Preprocess
-from mpidl.data.urls import refuse_remote
 from mpidl.errors import UserError
-from mpidl.files import reason
 from mpidl.nn import Network, zoo
 from mpidl.nn.layers import Layer, Sigmoid
 from mpidl.ranks.world import World
 from mpidl.text import did_you_mean, grouped, host_list
-from mpidl.training.files import model_file, run_folder
+from mpidl.training.files import model_file
 from mpidl.training.options.training_options import TrainingOptions
 
 
@@ -285,48 +283,3 @@ def _resize_hint(build, input_shape):
     return (
         f"; it is designed for larger images: train with --resize {usual_shape[1]}x{usual_shape[2]}"
     )
-
-
-def check_output_folder(typed: Mapping[str, Any]) -> None:
-    """Raise UserError if --out contains a run that is neither resumed nor overwritten.
-
-    The folders of --out and --resume must be on a file system.
-
-    `typed` is the result of `arguments.train`.
-    """
-    refuse_remote(typed.get("out"), "--out", "a folder")
-    refuse_remote(typed.get("resume"), "--resume", "a folder")
-    if "out" in typed and not typed.get("overwrite"):
-        run_folder.refuse_a_run(typed["out"], typed.get("resume"))
-
-
-def output_folder(typed: Mapping[str, Any], network: str) -> str:
-    """Make the folder for the results of a run, and return its path.
-
-    If --out is given, results of an earlier run are removed from that folder, unless this run
-    resumes the earlier one. Without --out, a resumed run keeps its folder, and a new run gets the
-    first of runs/NETWORK, runs/NETWORK-2, ... that does not exist. Raises UserError if the folder
-    cannot be made or written to. `typed` is the result of `arguments.train`.
-    """
-    out, resume = typed.get("out"), typed.get("resume")
-    try:
-        if out is not None:
-            run_folder.make_folder(out, resume)
-        return out or resume or _next_folder(network)
-    except OSError as error:
-        folder = f"--out {out}" if out else error.filename
-        raise UserError(f"{folder}: cannot be written: {reason(error)}") from error
-
-
-def _next_folder(network):
-    """Make the next folder of a network in runs/. Several jobs may do so at the same time."""
-    name = os.path.basename(network.rpartition(":")[2]) or "run"
-    os.makedirs("runs", exist_ok=True)
-    path, number = os.path.join("runs", name), 1
-    while True:
-        try:
-            os.mkdir(path)
-            return path
-        except FileExistsError:
-            number += 1
-            path = os.path.join("runs", f"{name}-{number}")

@@ -12,7 +12,7 @@ from mpidl.files import on_rank_0, write_whole
 from mpidl.performance import probe
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
-from mpidl.training.files.run_lock import RunLock
+from mpidl.training.files.folder_lock import FolderLock
 
 
 def main(path: str, typed: Mapping[str, Any], seconds: float) -> int:
@@ -28,12 +28,12 @@ def main(path: str, typed: Mapping[str, Any], seconds: float) -> int:
         Approximate duration.
     """
     world = World(threads=None)
-    with RunLock(world) as lock:
+    with FolderLock(world) as lock:
         training = train_run.Training(typed, world, failure.Signals(), lock)
         training.resolve_options()
         training.open_data()
         training.build_network()
-    images, options = training.sets.train, training.settings
+    images, options = training.sets.train, training.options
     show = partial(print, flush=True)
     record = probe.measure(world, training.net, images, options, seconds, show=show)
     on_rank_0(world, lambda: write_whole(path, json.dumps(record).encode()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -11,17 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidl.errors import UserError
+from mpidl.files import json_object
 from mpidl.report import run_files, status, stop_file
 from mpidl.report.curves import Columns, number
+from mpidl.report.history import HistoryRecorder
 from mpidl.report.live.folder import Folder
-from mpidl.report.live.tail import FILE, Tail
+from mpidl.report.live.tail import Tail
+from mpidl.report.metrics import FILE
 from mpidl.report.progress.rows import clock
 from mpidl.text import printable
 
 POLL_SECONDS = 0.5  # shortest time between two checks of a folder
 SILENT_SECONDS = 60.0  # after this time without a record, the page says so
-COLUMNS = "epoch iteration loss accuracy learning_rate images_per_second seconds".split()
-RUN_FILES = (FILE, status.NAME, "options.toml", "checkpoint.h5", "checkpoint-previous.h5")
+RUN_FILES = (FILE, status.NAME, run_files.OPTIONS, "checkpoint.h5", "checkpoint-previous.h5")
 RUN_FILES += ("trial.json",)  # folders of a sweep's trials
 
 
@@ -45,9 +46,18 @@ class LiveRun:
         self._clear()
 
     def _clear(self):
-        self.iterations, self.validations = Columns(COLUMNS), Columns(COLUMNS)
+        self.recorder = HistoryRecorder()
         self.ranks: dict[str, Any] | None = None
-        self.final_validation: dict[str, Any] = {}
+
+    @property
+    def iterations(self) -> Columns:
+        """The numbers of all iterations."""
+        return self.recorder.columns["iteration"]
+
+    @property
+    def validations(self) -> Columns:
+        """The numbers of all validations."""
+        return self.recorder.columns["validation"]
 
     def poll(self, at_once: bool = False) -> None:
         """Read what the run has written, at most once per POLL_SECONDS unless `at_once` is true."""
@@ -64,7 +74,9 @@ class LiveRun:
         if has_restarted:
             self._clear()
         for record in records:
-            self._add(record)
+            self.recorder.add(record)
+            if record.get("kind") == "ranks":
+                self.ranks = record
         if records or has_restarted:
             self.version += 1
             self.news_time = now if was_complete else now - self._age()
@@ -77,24 +89,10 @@ class LiveRun:
         written = self.folder.read(FILE, lambda descriptor, status: status.st_mtime)
         return max(0.0, time.time() - written) if written is not None else 0.0
 
-    def _add(self, record):
-        kind = record.get("kind")
-        if kind == "iteration":
-            self.iterations.append(record)
-        elif kind == "validation":
-            self.validations.append(record)
-        elif kind == "final_validation":
-            self.final_validation = record
-        elif kind == "ranks":
-            self.ranks = record
-
     def _current_summary(self):
         """Return the content of summary.json if it describes the current end of the run."""
-        try:
-            summary = json.loads(self.folder.content("summary.json") or b"")
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(summary, dict) or self.status is None:
+        summary = json_object(self.folder.content(run_files.SUMMARY))
+        if summary is None or self.status is None:
             return None
         last = self.iterations.last("iteration")
         is_current = run_files.is_current(summary, 0 if math.isnan(last) else int(last))
@@ -132,8 +130,8 @@ class LiveRun:
 
     def describe(self) -> str:
         """Return the state of the run, such as "stopped: SIGUSR1"."""
-        if self.has_ended:
-            return self._describe_end()
+        if self.status is not None and self.has_ended:
+            return self._describe_end(self.status)
         if not len(self.iterations) and self.status is None:
             text = f"waiting for {printable(self.folder.path)}"
         else:
@@ -150,16 +148,16 @@ class LiveRun:
             text = f"no record for {clock(time.monotonic() - self.news_time)}, was {text}"
         return text
 
-    def _describe_end(self):
-        if self.status.state == status.FAILED:
-            return f"failed: {printable(self.status.error or 'unknown error')}"
-        reason = printable(self.status.stopped or "")
+    def _describe_end(self, end: status.Status) -> str:
+        if end.state == status.FAILED:
+            return f"failed: {printable(end.error or 'unknown error')}"
+        reason = printable(end.stopped or "")
         if reason and self.summary is None:
             return f"stopped: {reason}"
         text = f"done ({reason})" if reason else "done"
-        sources = {"validation": self.final_validation, "test": self.summary or {}}
-        for name, source in sources.items():
-            accuracy = number(source.get("accuracy"))
+        validated = self.recorder.columns["final_validation"].last("accuracy")
+        tested = number((self.summary or {}).get("accuracy"))
+        for name, accuracy in (("validation", validated), ("test", tested)):
             text += f", {name} accuracy {accuracy:.4f}" if math.isfinite(accuracy) else ""
         return text
 
@@ -180,17 +178,10 @@ def runs_of(paths: Sequence[str]) -> list[LiveRun]:
         _check(path)
     resolved = [os.path.abspath(path) for path in paths]
     unique = list(dict.fromkeys(resolved))
-    return [LiveRun(path, name) for path, name in zip(unique, short_names(unique), strict=True)]
-
-
-def short_names(paths: Sequence[str]) -> list[str]:
-    """Return the shortest distinct ends of absolute paths, such as "digits" or "a/digits"."""
-    parts = [path.strip(os.sep).split(os.sep) for path in paths]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = [os.sep.join(part[-count:]) or os.sep for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return list(paths)
+    return [
+        LiveRun(path, name)
+        for path, name in zip(unique, run_files.short_names(unique), strict=True)
+    ]
 
 
 def _check(path):
