@@ -29,6 +29,9 @@ class ReplayedStep(EagerStep):
     mini-batches, so a larger mini-batch discards all programs. A hook may change settings of the
     network or the optimizer, possibly on one rank only. That rank then runs eagerly until the ranks
     agree to record again, at the first mini-batch of an epoch.
+
+    If mini-batches are computed in parts, a program computes only the gradient of a part. The sum
+    of the gradients and the update of the network are computed eagerly.
     """
 
     includes_update = True  # whether a program updates the network
@@ -45,6 +48,10 @@ class ReplayedStep(EagerStep):
     def largest(self) -> StepProgram | None:
         """The program for the largest mini-batches so far, or None."""
         return next(iter(self.programs.values()), None) if self.programs else None
+
+    def compute_parts(self) -> None:
+        super().compute_parts()
+        self.includes_update = False
 
     def close(self) -> None:
         self.programs, self._base, self._replayed, self._epoch = {}, None, None, 0
@@ -66,6 +73,32 @@ class ReplayedStep(EagerStep):
         return sums
 
     def _gradient(self, images, targets):
+        if not isinstance(images.batch, PartedBatch):
+            return self._recorded_gradient(images, targets)
+        from mpidl.training import accumulation
+
+        state = {name: np.array(array) for name, array in self.net.state.items()}
+        arguments = self.objective, self.net, images, targets
+        try:
+            return accumulation.accumulated(self._part, *arguments)
+        finally:
+            self._set_state(state)  # keep the old state until the update
+
+    def _part(self, net, images, targets):
+        """Return the results for a part, in memory that later replays do not use."""
+        self._set_state(net.state)
+        value, *tables = self._recorded_gradient(images, targets)
+        copies = [{name: np.array(array) for name, array in table.items()} for table in tables]
+        return tuple(map(np.array, value)), *copies
+
+    def _set_state(self, state):
+        if self.largest is None:
+            self.net.state = dict(state)
+        else:
+            self.largest.set_state(state)
+
+    def _recorded_gradient(self, images, targets):
+        """Return the gradient of a mini-batch or of a part, replayed if possible."""
         self._base = self._replayed = None
         if self.programs is None or targets is None:
             return super()._gradient(images, targets)
@@ -75,7 +108,7 @@ class ReplayedStep(EagerStep):
             program = None
         if program is not None and not program.is_checked and not is_new:
             if not self._agree():
-                return self._gradient(images, targets)
+                return self._recorded_gradient(images, targets)
             with phases.span("check of the recording"):
                 return self._check(program, images, targets)
         base = program or self.largest
@@ -159,43 +192,6 @@ class ReplayedStep(EagerStep):
                 parameters = self.optimizer(self.net.parameters, gradients)
             cpu_step.copy_into(self.net.parameters, parameters)
             cpu_step.copy_into(self.net.state, state)
-
-
-class ReplayedParts(ReplayedStep):
-    """A training step on the host that replays the gradients of the parts of mini-batches.
-
-    A program computes only the gradient of a part. The sum of the gradients and the update of the
-    network are computed eagerly.
-    """
-
-    includes_update = False
-
-    def _gradient(self, images, targets):
-        if not isinstance(images.batch, PartedBatch):
-            return super()._gradient(images, targets)
-        state = {name: np.array(array) for name, array in self.net.state.items()}
-        from mpidl.training import accumulation
-
-        arguments = self.objective, self.net, images, targets
-        try:
-            return accumulation.accumulated(self._part, *arguments)
-        finally:
-            self._set_state(state)  # keep the old state until the update
-
-    def _part(self, net, images, targets):
-        """Return the results for a part, in memory that later replays do not use."""
-        self._set_state(net.state)
-        value, gradients, state = super()._gradient(images, targets)
-        copies = [
-            {name: np.array(array) for name, array in table.items()} for table in (gradients, state)
-        ]
-        return tuple(map(np.array, value)), *copies
-
-    def _set_state(self, state):
-        if self.largest is None:
-            self.net.state = dict(state)
-        else:
-            self.largest.set_state(state)
 
 
 def _size(batch):

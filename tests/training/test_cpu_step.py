@@ -20,7 +20,7 @@ from mpidl.nn import zoo
 from mpidl.training import cpu_step
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.optimizers import Clip, Optimizer, Rate
-from mpidl.training.replayed_step import ReplayedParts, ReplayedStep
+from mpidl.training.replayed_step import ReplayedStep
 from mpidl.training.steps import EagerStep, StepInfo
 
 pytestmark = needs_kernels
@@ -104,8 +104,7 @@ def assert_equal(net, solver, world, **arguments):
     nets = net(), net()
     optimizers = [solver(**net.factors) for net in nets]
     _, expected = run(world, EagerStep, nets[0], optimizers[0], **arguments)
-    replayed = ReplayedParts if arguments.get("parts", 1) > 1 else ReplayedStep
-    step, losses = run(world, replayed, nets[1], optimizers[1], **arguments)
+    step, losses = run(world, ReplayedStep, nets[1], optimizers[1], **arguments)
     assert losses == expected
     arrays = [results(*pair) for pair in zip(nets, optimizers, strict=True)]
     assert {k: v.tobytes() for k, v in arrays[0].items()} == {
@@ -476,8 +475,7 @@ def test_a_loss_that_is_not_finite_leaves_the_arrays(parts, last, world):
 
     try:
         with np.errstate(all="ignore"):
-            step_class = ReplayedStep if parts == 1 else ReplayedParts
-            run(world, step_class, net, dl.SGDM(0.1), explode, parts=parts)
+            run(world, ReplayedStep, net, dl.SGDM(0.1), explode, parts=parts)
     except dl.errors.NotFinite as fault:
         error = fault
     assert f"iteration {last + 1}" in error.description
