@@ -45,7 +45,8 @@ class GPUStep:
         advice: Callable[[float], str],
         graphs: bool = True,
     ) -> None:
-        self.net, self.optimizer, self.reader, self.counts = net, optimizer, reader, world.counts
+        self.net, self.optimizer, self.reader = net, optimizer, reader
+        self.counts: Any = world.counts
         self.labels_per_image, self.advice = labels_per_image, advice
         self.pending: collections.deque = collections.deque()  # (handle, StepInfo)
         gradient = value_and_grad(losses.loss_function(loss), reduce=world)

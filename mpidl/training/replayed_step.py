@@ -38,8 +38,8 @@ class ReplayedStep(EagerStep):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # {size of a mini-batch: its program}, or None if the step cannot be replayed
-        self.programs: dict[tuple[int, int], StepProgram] | None = {}
+        self.programs: dict[tuple[int, int], StepProgram] = {}  # {size of a mini-batch: program}
+        self.can_replay = True  # whether no recording or check has failed
         self._base: StepProgram | None = None  # its arrays are those of the current mini-batch
         self._replayed: StepProgram | None = None  # the program of the last mini-batch
         self._epoch = 0
@@ -47,7 +47,7 @@ class ReplayedStep(EagerStep):
     @property
     def largest(self) -> StepProgram | None:
         """The program for the largest mini-batches so far, or None."""
-        return next(iter(self.programs.values()), None) if self.programs else None
+        return next(iter(self.programs.values()), None)
 
     def compute_parts(self) -> None:
         super().compute_parts()
@@ -100,10 +100,10 @@ class ReplayedStep(EagerStep):
     def _recorded_gradient(self, images, targets):
         """Return the gradient of a mini-batch or of a part, replayed if possible."""
         self._base = self._replayed = None
-        if self.programs is None or targets is None:
+        if not self.can_replay or targets is None:
             return super()._gradient(images, targets)
         is_new = self._record_if_new(images, targets)
-        program = (self.programs or {}).get(_size(images.batch))
+        program = self.programs.get(_size(images.batch))
         if program is not None and not program.fits(images, targets):
             program = None
         if program is not None and not program.is_checked and not is_new:
@@ -153,10 +153,9 @@ class ReplayedStep(EagerStep):
                 largest=self.largest,
                 includes_update=self.includes_update,
             )
-        if self.world.gop("and", program.problem is None):
-            self.programs[size] = program
-        else:
-            self.programs = None
+        self.programs[size] = program
+        if not self.world.gop("and", program.problem is None):
+            self._stop_replaying()
         return True
 
     def _agree(self):
@@ -166,6 +165,9 @@ class ReplayedStep(EagerStep):
         if not is_agreed:
             self.programs = {}
         return is_agreed
+
+    def _stop_replaying(self):
+        self.programs, self._base, self.can_replay = {}, None, False
 
     def _check(self, program, images, targets):
         """Compute the gradient eagerly and by a replay; stop replaying if they differ."""
@@ -179,7 +181,7 @@ class ReplayedStep(EagerStep):
         if self.world.rank == 0:
             text = "warning: replayed and eager training steps differ; please report"
             print(f"{text} this. The training continues with eager steps.", file=sys.stderr)
-        self.programs = self._base = None
+        self._stop_replaying()
         return super()._gradient(images, targets)
 
     def _update(self, gradients, state):
