@@ -21,7 +21,7 @@ def commands() -> dict[str, str]:
         "verify": "Check that every number of ranks gives the same weights",
         "info": "Show hardware and libraries, or the layers of a network",
         "pack": "Write a dataset into one HDF5 file",
-        **{wing.command: wing.summary for wing in WINGS.values()},
+        **{wing.command: wing.summary for wing in WINGS.values() if wing.command},
         "completion": "Print a script that completes commands in a shell",
     }
 

@@ -100,7 +100,9 @@ def measure_round(folder: str, side: int) -> dict[str, float]:
     paths = [os.path.join(store.folder, file) for file in store.files[:count]]
     pixels = store.read(indices)
     corners = np.ascontiguousarray(pixels[:, :, :side, :side])
-    moves = Augmenter(reflect_x=True, crop=size).moves(SampleKeys(indices, 1, 0), store.image_shape)
+    moves = Augmenter(reflect_x=True, crop=size).moves(
+        SampleKeys(indices, 1, 0), store.image_shape, store.dtype
+    )
     lanes = np.empty((-(-count // 16), 3, *size, 16), np.float32)
 
     def pillow():
@@ -116,7 +118,7 @@ def measure_round(folder: str, side: int) -> dict[str, float]:
         fill_blocks(corners, {}, {}, lanes)
 
     def moved():
-        fill_blocks(pixels, {"size": size, **moves}, {}, lanes)
+        fill_blocks(pixels, moves, {}, lanes)
 
     functions = {"pillow": pillow, "pillow_kept": pillow, "ours": ours}
     functions |= {"plain": plain, "moved": moved}

@@ -26,10 +26,10 @@ from mpidl.launcher import environment
 from mpidl.nn import zoo
 from mpidl.ranks.world import World
 from mpidl.report import Metrics
+from mpidl.trackers.tensorboard import TensorBoardHook
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.options import configuration
 from mpidl.training.options.training_options import TrainingOptions
-from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook
 from mpidl.training.train import train
 
 SILENT, METRICS = "no records", "metrics"

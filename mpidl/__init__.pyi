@@ -72,15 +72,15 @@ from mpidl.ranks.world import World as World
 from mpidl.report.history import History as History
 from mpidl.report.history import history as history
 from mpidl.sweeps.sweep import sweep as sweep
+from mpidl.trackers.mlflow import MLflowHook as MLflowHook
+from mpidl.trackers.tensorboard import TensorBoardHook as TensorBoardHook
+from mpidl.trackers.wandb import WandbHook as WandbHook
 from mpidl.training.files.model_file import load_model as load_model
 from mpidl.training.files.model_file import save_model as save_model
 from mpidl.training.files.model_file import weights_sha256 as weights_sha256
 from mpidl.training.loop_run import report_to as report_to
 from mpidl.training.optimizers.solvers import *
 from mpidl.training.options.training_options import TrainingOptions as TrainingOptions
-from mpidl.training.tracking_hooks.mlflow import MLflowHook as MLflowHook
-from mpidl.training.tracking_hooks.tensorboard import TensorBoardHook as TensorBoardHook
-from mpidl.training.tracking_hooks.wandb import WandbHook as WandbHook
 from mpidl.training.train import train as train
 from mpidl.training.whitening import whiten as whiten
 

@@ -8,7 +8,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from mpidl.text import did_you_mean
 
@@ -343,15 +343,24 @@ def _refuse(text: str, name: str, equivalents: Mapping[str, str], owner: object)
 
 
 def explain_arguments(
-    function: Callable[Arguments, Result], advice: str = ""
+    function: Callable[Arguments, Result],
+    advice: str = "",
+    passed_to: Callable[..., Any] | None = None,
 ) -> Callable[Arguments, Result]:
     """Make a function explain unknown keywords, such as MATLAB's, and superfluous arguments.
 
     The function then raises a TypeError that suggests the equivalent or most similar argument, or
     says why mpidl does not need the argument. If too many arguments are given by position, the
-    TypeError lists the arguments of the function, and ends with `advice`.
+    TypeError lists the arguments of the function, and ends with `advice`. If the function passes
+    its `**keywords` to another function, `passed_to`, its signature has the keywords of this one.
     """
-    parameters = dict(inspect.signature(function).parameters)
+    signature = inspect.signature(function)
+    if passed_to is not None:
+        passed = inspect.signature(passed_to).parameters.values()
+        listed = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+        listed += [p for p in passed if p.kind == p.KEYWORD_ONLY]
+        signature = signature.replace(parameters=listed)
+    parameters = dict(signature.parameters)
     owner = function.__qualname__.removesuffix(".__init__")
     skipped = owner != function.__qualname__  # the number of arguments for `self`
     by_name = [name for name, p in parameters.items() if p.kind == p.KEYWORD_ONLY]
@@ -370,6 +379,7 @@ def explain_arguments(
             raise TypeError(f"{owner}({values}): expected {expected}, and {rest}")
         return function(*args, **keywords)
 
+    explained.__signature__ = signature  # type: ignore[attr-defined]
     return explained
 
 

@@ -11,11 +11,11 @@ from mpidl.errors import UserError
 
 
 class Wing(NamedTuple):
-    """What a wing does, and the command that its module `command` defines."""
+    """What a wing does, and the command that its module `command` defines, if any."""
 
     purpose: str
-    command: str
-    summary: str  # of the command
+    command: str = ""
+    summary: str = ""  # of the command
 
 
 WINGS = {  # {folder in mpidl/, with dots: wing}
@@ -49,6 +49,7 @@ WINGS = {  # {folder in mpidl/, with dots: wing}
         command="report",
         summary="Show the results of runs, or write a page about them",
     ),
+    "trackers": Wing(purpose="records of runs for TensorBoard, MLflow and other programs"),
 }
 
 

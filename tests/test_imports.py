@@ -26,7 +26,7 @@ EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
 PERFORMANCE = TRAINING | {"training"}
-CLI = INTERCHANGE | {"interchange", "performance", "sweeps"}
+CLI = INTERCHANGE | {"interchange", "performance", "sweeps", "trackers"}
 MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "core": set(),
     "tape": {"core"},
@@ -42,10 +42,11 @@ MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "report": {"errors", "text", "files", "phases", "core", "side_process", "lazy"},
     "losses": LOSSES,
     "evaluation": EVALUATION,
-    "training": TRAINING,
+    "training": TRAINING | {"trackers"},  # the options of a run name its trackers
     "interchange": INTERCHANGE,
     "performance": PERFORMANCE,
     "sweeps": TRAINING | {"training"},
+    "trackers": TRAINING | {"training"},
     "cli": CLI,
 }
 COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __init__.py
@@ -263,7 +264,7 @@ OPTIONAL = {
     *("mpidl.data.formats.mat", "mpidl.data.formats.packed", "mpidl.data.formats.table"),
     *("mpidl.report.plots", "mpidl.report.progress.notebook", "mpidl.training.accumulation"),
     *("mpidl.training.batchnorm_population", "mpidl.training.notebook_hook"),
-    *("mpidl.training.timeline", "mpidl.training.tracking_hooks.base", "mpidl.training.whitening"),
+    *("mpidl.trackers", "mpidl.training.timeline", "mpidl.training.whitening"),
 }
 
 

@@ -1,5 +1,6 @@
 """`python -m mpidl.info`: show hardware and libraries, or the layers of a network."""
 
+import argparse
 import inspect
 import json
 import os
@@ -12,20 +13,80 @@ import numpy as np
 from mpidl.backends.cpu import builds
 from mpidl.backends.gpu import cubins, discovery, nvrtc
 from mpidl.cli import arguments, device_probe, device_report, start, user_files
+from mpidl.cli.parser import Parser, image_shape
 from mpidl.comm import nccl
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0
 from mpidl.nn import zoo
 from mpidl.nn.summary import times
+from mpidl.options.declaration import flag
 from mpidl.ranks import devices, failure
 from mpidl.ranks.world import World
 from mpidl.text import name_list, printable
-from mpidl.training.options import configuration, training_options
+from mpidl.training.options import configuration
+
+
+def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the arguments of mpidl.info; `arguments.train` describes parameters and errors.
+
+    An attribute is None if the user did not type it. Without a network or a model, the command
+    shows the machines of all ranks.
+    """
+    parser = Parser(
+        "mpidl.info",
+        "Show what mpidl found on this machine and its ranks, or the layers of a network.",
+        quiet,
+    )
+    parser.text(
+        "--network",
+        "NAME",
+        "Show the layers of this network with their learnables, memory and operations: "
+        f"{', '.join(zoo.NETWORKS)} or FILE.py:FUNCTION",
+        zoo.NETWORKS,
+    )
+    parser.text("--model", "FILE", f"Show the layers of a file. {arguments.MODEL_HELP}")
+    parser.text("--layers", "FILE.py", "Python file with the custom layer classes of --model")
+    parser.text(
+        "--input-shape",
+        "C,H,W",
+        "Shape of an image for --network; default: the network's usual shape",
+        type=image_shape,
+    )
+    parser.number(
+        "--classes", "Number of classes for --network; default: the network's usual number"
+    )
+    parser.number(
+        "--batch-size",
+        "Images per mini-batch for --network or --model; default: the value in the recipe of "
+        "--network, else 128",
+    )
+    parser.number(
+        "--threads",
+        "Threads per rank that the report assumes; default: the cores divided among the ranks",
+    )
+    text = "Print the facts about each rank and the warnings as JSON"
+    parser.add_argument("--json", action="store_const", const=True, help=text)
+    parsed = parser.parse(argv)
+    network, model = parsed.network, parsed.model
+    if model is not None and network is not None:
+        raise UserError("--model and --network: expected at most one of them")
+    with_network, neither = "--network NAME with it, found none", network is None and model is None
+    for name, is_wrong, expected in (
+        ("layers", model is None, "--model FILE with it, found none"),
+        ("batch_size", neither, with_network),
+        ("threads", not neither, "neither --network nor --model with it"),
+        ("json", not neither, "neither --network nor --model with it"),
+        ("input_shape", network is None, with_network),
+        ("classes", network is None, with_network),
+    ):
+        if is_wrong and getattr(parsed, name) is not None:
+            raise UserError(f"{flag(name)}: expected {expected}")
+    return parsed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parsed = arguments.info(argv, quiet=failure.launched_rank() > 0)
+    parsed = parse(argv, quiet=failure.launched_rank() > 0)
     world = World(timeout=60, threads=None)
     if parsed.network is not None or parsed.model is not None:
         show = _show_network if parsed.model is None else _show_model
@@ -85,8 +146,7 @@ def _show_network(parsed):
         sizes = {key: parameters[key].default if v is None else v for key, v in sizes.items()}
     for key, size in sizes.items():
         if size is None and ".py:" in name:  # start.network reports unknown names
-            flag = training_options.flag(key)
-            raise UserError(f"--network {name}: expected {flag} too, found none")
+            raise UserError(f"--network {name}: expected {flag(key)} too, found none")
     net = start.network(name, sizes["input_shape"], sizes["classes"], seed=0)
     batch_size = parsed.batch_size or zoo.RECIPES.get(name, {}).get("batch_size") or 128
     print(f"{name}, {sizes['classes']} classes")

@@ -1,5 +1,6 @@
 """`python -m mpidl.predict`: apply a trained network to images, or write its activations."""
 
+import argparse
 import csv
 import io
 import math
@@ -10,6 +11,7 @@ import numpy as np
 
 from mpidl import backends, data, losses
 from mpidl.cli import arguments, remote, start, user_files
+from mpidl.cli.parser import RUN, Parser
 from mpidl.data.checks import read_targets
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.storage.settings import refuse_remote
@@ -19,17 +21,86 @@ from mpidl.evaluation import confusion, evaluate, predict
 from mpidl.evaluation.confusion import Confusion
 from mpidl.files import on_rank_0
 from mpidl.nn.layers import Sigmoid
+from mpidl.options.declaration import flag
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
 from mpidl.report import Console, arrays
 from mpidl.text import class_names, printable
 from mpidl.training.files import model_file
 from mpidl.training.options import training_options
+from mpidl.training.options.run_inputs import EMBEDDED
+
+# The ten most common options, in the order in which --help shows them.
+COMMON = """
+model data out top_k confusion activations resize colour batch_size device
+""".split()
+# Training options that the command also accepts.
+OPTIONS = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
+OPTIONS += ("on_bad_image", "test_flips")
+
+
+def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the arguments of mpidl.predict; `arguments.train` describes parameters and errors.
+
+    The attributes preprocess and storage are dicts {name: value} of the typed options in
+    `arguments.PREPROCESS` and `arguments.STORAGE`. All other arguments are attributes.
+    """
+    parser = Parser(
+        "mpidl.predict",
+        "Classify images with a trained network.",
+        quiet,
+        COMMON,
+        RUN,
+        epilog=(
+            "--colour, --resize, --cover and --centre-crop replace all of the model's own\n"
+            "preprocessing, even if only one of these options is given."
+        ),
+    )
+    parser.text("--model", "FILE", arguments.MODEL_HELP, required=True)
+    parser.text("--layers", "FILE.py", "Python file with the model's custom layer classes")
+    parser.text(
+        "--data",
+        "DATA",
+        f"{arguments.DATA_HELP}. If the data have a training and a test part, the test part is "
+        "used",
+        EMBEDDED,
+        required=True,
+    )
+    parser.text(
+        "--out",
+        "FILE",
+        "Write the results. FILE.csv has one row per image: its name, its class and a score per "
+        "class; for a regression model, its name, its outputs and its targets. FILE.npy or "
+        "FILE.h5 stores an array, for --activations and models without classes",
+    )
+    parser.number(
+        "--top-k",
+        "Print the fraction of images whose class has one of the K largest scores",
+        metavar="K",
+    )
+    parser.text(
+        "--confusion",
+        "FILE",
+        "Write the confusion matrix to FILE.csv, or a picture of it to FILE.png",
+    )
+    parser.add_options("metrics")
+    parser.text("--activations", "LAYER", "Write the output of this layer for each image to --out")
+    names = arguments.PREPROCESS
+    parser.add_options(*names, **dict.fromkeys(names, "the model's preprocessing"))
+    arguments.add_normalization(parser, "the normalization that FILE describes")
+    parser.add_options(*arguments.STORAGE, *OPTIONS)
+    defaults = {name: training_options.OPTIONS[name].default for name in ("metrics", *OPTIONS)}
+    values = defaults | vars(parser.parse(argv))
+    groups = {
+        group: {name: values.pop(name) for name in names if name in values}
+        for group, names in (("preprocess", arguments.PREPROCESS), ("storage", arguments.STORAGE))
+    }
+    return argparse.Namespace(**values, **groups)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parsed = arguments.predict(argv, quiet=failure.launched_rank() > 0)
+    parsed = parse(argv, quiet=failure.launched_rank() > 0)
     world = World(timeout=parsed.timeout, threads=None)
     remote.configure({"data": parsed.data, **parsed.storage}, world)
     backends.configure(winograd=parsed.winograd, precision=parsed.precision)
@@ -93,14 +164,13 @@ def _network(parsed, layers):
 def _check_outputs(parsed):
     """Check the output files before the computation; raise UserError if one cannot be written."""
     for name in ("out", "confusion"):
-        refuse_remote(getattr(parsed, name), training_options.flag(name), "a file")
+        refuse_remote(getattr(parsed, name), flag(name), "a file")
     if parsed.confusion:
         confusion.check_path(parsed.confusion, "--confusion")
     if parsed.activations:
         for name in ("top_k", "confusion", "metrics"):
             if getattr(parsed, name):
-                flag = training_options.flag(name)
-                raise UserError(f"--activations: expected no {flag} with it")
+                raise UserError(f"--activations: expected no {flag(name)} with it")
         if parsed.test_flips != "none":
             raise UserError("--activations: expected no --test-flips with it")
         if not parsed.out:
@@ -146,7 +216,7 @@ def _outputs(parsed, world, net, images, loss):
     for name in refused:
         if getattr(parsed, name):
             raise UserError(
-                f"{training_options.flag(name)}: expected a model with a score for each class, and "
+                f"{flag(name)}: expected a model with a score for each class, and "
                 f"images with labels; {parsed.model} has outputs of shape {net.output_shape}"
             )
     if parsed.out and parsed.out.lower().endswith(".csv") and len(net.output_shape) == 1:
@@ -207,7 +277,7 @@ def _labels(parsed, world, net, images, loss):
             if has_labels:
                 reason = f"the scores of {parsed.model} are probabilities of separate labels"
             raise UserError(
-                f"{training_options.flag(name)}: expected a model with a score for each class, and "
+                f"{flag(name)}: expected a model with a score for each class, and "
                 f"images with labels; {reason}"
             )
     if parsed.out and parsed.out.lower().endswith(arrays.ENDINGS):
@@ -316,9 +386,10 @@ def _check_class_options(parsed, images, count, reason):
     """Raise UserError if an option does not fit a model with `count` classes and these images."""
     missing = [name for name in ("top_k", "confusion", "metrics") if getattr(parsed, name)]
     if images.labels is None and missing:
-        flag, suffix = training_options.flag(missing[0]), f": {reason}" if reason else ""
+        suffix = f": {reason}" if reason else ""
         raise UserError(
-            f"{flag}: expected images with labels, found none in --data {parsed.data}{suffix}"
+            f"{flag(missing[0])}: expected images with labels, found none in --data "
+            f"{parsed.data}{suffix}"
         )
     if parsed.out and parsed.out.lower().endswith(arrays.ENDINGS):
         raise UserError(f"--out {parsed.out}: class scores are written as .csv")

@@ -20,8 +20,7 @@ from mpidl.files import on_rank_0
 from mpidl.losses import has_class_scores
 from mpidl.ranks import failure, survival
 from mpidl.ranks.world import World
-from mpidl.report import Console, metrics
-from mpidl.report.trackers import tracking
+from mpidl.report import Console, metrics, status
 from mpidl.text import printable
 from mpidl.training import (
     input_pipeline,
@@ -30,7 +29,7 @@ from mpidl.training import (
     progress,
     skipped_images,
     status_hooks,
-    tracking_hooks,
+    tracking,
 )
 from mpidl.training.files import checkpoint, model_file, resume_changes, run_folder
 from mpidl.training.files.run_lock import RunLock
@@ -143,7 +142,7 @@ class _Training:
         self._choose_validation(registry.Sets(train_set, sets.validation, test_set), preprocess)
         self.image_shape = input_pipeline.image_shape(self.settings, self.sets.train.image_shape)
         augmenter = data.Augmenter.of_options(self.settings)
-        Pipeline(self.sets.train, augmenter)  # only to check the augmentation
+        Pipeline(self.sets.train, augmenter=augmenter)  # only to check the augmentation
 
     def _choose_validation(self, sets, preprocess):
         """Set the validation images in `sets` and `settings`.
@@ -225,7 +224,9 @@ class _Training:
     def prepare_folder(self):
         """Open the trackers and the live page, and lock the folder of the run."""
         typed = self.typed
-        self.trackers = tracking_hooks.of_run(self.settings, self.run)
+        self.trackers = tracking.requested(self.settings, self.run)
+        for tracker in self.trackers:
+            tracker.ends_with_training = False
         self.page = live_page.open_page(self.world, typed.get("monitor"), "--monitor")
         self.title = pretrained.title(self.run)
         _lock_folder(typed, self.lock)
@@ -275,7 +276,7 @@ class _Training:
         page_hooks = [_PageHook(self.page)] if "monitor" in self.typed else []
         with (
             console,
-            tracking_hooks.abandoned_on_error(self.trackers),
+            tracking.abandoned_on_error(self.trackers),
             status_hooks.watched(out, world, self.signals, lock),
             # The page must close after the status hook to show the final status.
             live_page.served(self.page, out, console.line),
@@ -342,7 +343,7 @@ class _Training:
     def _end_stopped(self, stopped):
         """Say how to continue the run that a signal or a user has stopped."""
         self.status_hook.status.stopped = stopped
-        problem = tracking_hooks.concluded(self.trackers, self.world, None, state=tracking.STOPPED)
+        problem = tracking.concluded(self.trackers, self.world, None, state=status.STOPPED)
         self.console.close()
         if problem is not None:
             self.console.line(f"warning: {problem}")
@@ -359,7 +360,7 @@ class _Training:
             console.line(line)
         with console.stage("writing the results"):
             on_rank_0(world, self._write_results)
-            problem = tracking_hooks.concluded(self.trackers, world, self.out, self.test)
+            problem = tracking.concluded(self.trackers, world, self.out, self.test)
         console.finish(self.out, self.result.train_seconds, self.test)
         console.line(f"weights_sha256: {model_file.weights_sha256(self.net)}")
         if upload is not None:

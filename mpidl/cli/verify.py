@@ -4,6 +4,7 @@ Run the command without mpirun; it starts mpirun or srun itself for each number 
 folder of a run, the command trains nothing and needs no MPI.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,14 +13,77 @@ import tempfile
 from collections.abc import Sequence
 
 from mpidl.cli import arguments, start
-from mpidl.cli.parser import typed_command
+from mpidl.cli.parser import RUN, Parser, rank_counts, typed_command
 from mpidl.data.storage.settings import check_url
 from mpidl.errors import Fault, UserError
 from mpidl.launcher import environment, launcher
+from mpidl.options.declaration import declared, flag
 from mpidl.ranks import failure
 from mpidl.report import Console
 from mpidl.text import aligned, printable
 from mpidl.training.files import generations
+from mpidl.training.options.run_inputs import TransferInputs
+
+# The ten most common options, in the order in which --help shows them.
+COMMON = """
+ranks network data max_iterations batch_size solver learning_rate device threads seed
+""".split()
+# Training options that the command also accepts.
+OPTIONS = """
+max_iterations batch_size loss solver learning_rate momentum l2 shuffle learn_rate_schedule
+gradient_threshold gradient_threshold_method device gpus graphs precision threads winograd batchnorm
+timeout seed
+""".split()
+
+
+def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the arguments of mpidl.verify; `arguments.train` describes parameters and errors.
+
+    The attribute run is the folder of a run to check, or None; ranks is a list of int; srun tells
+    whether srun starts the ranks. The attribute options is a dict {name: value} of the training
+    arguments that the user typed; it always contains max_iterations.
+    """
+    parser = Parser(
+        "mpidl.verify",
+        "Train briefly on each number of ranks and compare the weights, which must be the same,\n"
+        "byte for byte. With RUN: check whether the checkpoints and the model of a run can be\n"
+        "loaded.",
+        quiet,
+        COMMON,
+        RUN,
+        epilog="exit codes: 0 the weights are equal, or the newest files of the run are complete; "
+        "1 the weights differ, or an error; 2 invalid options, or a file of the run is damaged",
+    )
+    text = "The results folder of a run, or its model.h5, to check instead of training"
+    parser.add_argument("run", metavar="RUN", nargs="?", help=text)
+    parser.text(
+        "--ranks",
+        "N,N,...",
+        "Numbers of ranks to compare; default: 1,2,3,4",
+        type=rank_counts,
+    )
+    parser.switch(
+        "--srun",
+        "Start the ranks with srun instead of mpirun, in a Slurm job; MPIDL_SRUN_MPI sets "
+        "srun's option --mpi",
+    )
+    parser.add_options(
+        "network",
+        "weights",
+        *declared(TransferInputs),
+        "data",
+        *arguments.PREPROCESS,
+        *arguments.STORAGE,
+        *OPTIONS,
+        max_iterations=5,
+    )
+    options = vars(parser.parse(argv))
+    run, ranks, srun = options.pop("run"), options.pop("ranks"), options.pop("srun")
+    typed = [*(["ranks"] if ranks else []), *(["srun"] if srun else []), *options]
+    if run is not None and typed:
+        raise UserError(f"{flag(typed[0])}: expected no RUN with it, found {run}")
+    options = {"max_iterations": 5, **options}
+    return argparse.Namespace(run=run, ranks=ranks or [1, 2, 3, 4], srun=srun, options=options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         0 if all weights are equal, else 1. For a run, 0 if the newest files are complete, else 2.
     """
-    parsed = arguments.verify(argv, quiet=failure.launched_rank() > 0)
+    parsed = parse(argv, quiet=failure.launched_rank() > 0)
     if any(int(os.environ.get(name) or 1) > 1 for name in failure.LAUNCHERS):
         raise UserError(
             "verify starts the ranks itself: run it without mpirun, as "

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+import functools
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.core import keyed
-from mpidl.core.blocks import LANES, Blocked, OneRank, Ranks, Source, blocks_of, share
+from mpidl.core.blocks import Blocked, OneRank, Ranks, Source, blocks_of, share
 from mpidl.data import balanced, partition
 from mpidl.data.datastore import Datastore, Derived
-from mpidl.data.loading.bad_images import BadImages, Unreadable
+from mpidl.data.loading.bad_images import BadImages
+from mpidl.data.loading.builders import BatchBuilder, ShareBuilder
 from mpidl.data.loading.feed import FeedBuilder, upload_feeds
 from mpidl.data.loading.gathering import Gatherer
-from mpidl.data.loading.pipeline import Pipeline, fill_blocks
-from mpidl.data.loading.workers import Job, make_items, prefetch_items
+from mpidl.data.loading.pipeline import Pipeline, Preparation
+from mpidl.data.loading.workers import make_items, prefetch_items
 from mpidl.data.parts import part_blocks, share_parts
-from mpidl.data.transforms.draws import SampleKeys
 from mpidl.errors import UserError
 from mpidl.matlab_names import explain_arguments
 from mpidl.text import did_you_mean
 
 if TYPE_CHECKING:
-    from mpidl.data.transforms.augment import Augmenter
-    from mpidl.data.transforms.mixing import Mixing
-    from mpidl.data.transforms.normalize import Normalization
+    from typing_extensions import Unpack
 
 SHUFFLES = ("every-epoch", "once", "never")
 SAMPLINGS = ("global", "balanced", "partition")
@@ -125,7 +124,7 @@ class MinibatchQueue:
     loop body with ``del images, labels`` therefore saves the memory of one mini-batch.
     """
 
-    @explain_arguments
+    @functools.partial(explain_arguments, passed_to=Pipeline)
     def __init__(
         self,
         datastore: Datastore,
@@ -137,17 +136,11 @@ class MinibatchQueue:
         plain: bool | None = None,
         *,
         workers: int = 1,
-        augmenter: Augmenter | None = None,
-        normalization: Normalization | None = None,
-        crop: tuple[int, int] | None = None,
-        function: Callable[..., Any] | None = None,
         load: tuple[int, ...] | None = None,
         sampling: str = "global",
         bad_images: BadImages | None = None,
-        classes: int | None = None,
-        ignore_label: int | None = None,
         partial_minibatch: str = "return",
-        mixing: Mixing | None = None,
+        **preparation: Unpack[Preparation],
     ):
         if batch_size < 1:
             raise UserError(f"--batch-size must be at least 1, got {batch_size}")
@@ -174,8 +167,7 @@ class MinibatchQueue:
         self.epoch_images: int = epoch_images(datastore, sampling)
         self.world: Any = OneRank() if world is None else world
         self.shuffle, self.prefetch, self.workers = shuffle, int(prefetch), int(workers)
-        arguments = augmenter, normalization, crop, function, classes, ignore_label, mixing
-        self.pipeline = Pipeline(datastore, *arguments)
+        self.pipeline = Pipeline(datastore, **preparation)
         self._gatherer = Gatherer(self.pipeline)
         self.plain: bool = getattr(self.world, "plain", False) if plain is None else plain
         self.load, self.sampling, self.bad_images = load, sampling, bad_images
@@ -293,10 +285,6 @@ class MinibatchQueue:
             batches = make_items(jobs)
         return batches if self.device is None else upload_feeds(batches, self.pipeline)
 
-    def _unreadable_images(self):
-        """Return a new dict for unreadable images, or None if unreadable images raise errors."""
-        return None if self.bad_images is None else {}
-
     def _usable(self, indices):
         if self.bad_images is None:
             return indices
@@ -317,9 +305,18 @@ class MinibatchQueue:
 
     def _job(self, indices, epoch, is_ahead):
         """Return a Job that prepares one mini-batch; each task reads some consecutive blocks."""
-        keys = {"epoch": epoch, "seed": self.seed, "load": self.load, "plain": self.plain}
+        builder = self._builder(indices, epoch, is_ahead)
+        if is_ahead:
+            builder.read_ahead()
+        if self.bad_images is not None:
+            builder.unreadable_images = {}
+        return builder.job(self.workers)
+
+    def _builder(self, indices, epoch, is_ahead) -> ShareBuilder:
+        """Return the builder of this rank's share of a mini-batch."""
         normalization, shape = self.pipeline.normalization, tuple(self.pipeline.image_shape)
         normalization = None if normalization.centre is None else normalization
+        keys = {"epoch": epoch, "seed": self.seed, "load": self.load, "plain": self.plain}
         keys["source"] = Source(self.function_name, normalization, shape)
         if self.parts > 1:
             blocks = part_blocks(self.batch_size, self.parts)
@@ -327,18 +324,10 @@ class MinibatchQueue:
         else:
             device = None if self.device is None else self.world.counts
             batch = share(len(indices), self.world, indices=indices, device=device, **keys)
-        fetches = None
-        if is_ahead:
-            images = batch.indices % max(len(self.datastore), 1)
-            fetches = self.datastore.read_ahead(images)
         if self.device is not None:
-            feed = FeedBuilder(self.pipeline, batch, batch.indices)
-            feed.fetches, feed.unreadable_images = fetches, self._unreadable_images()
-            return feed.job(self.workers)
+            return FeedBuilder(self.pipeline, batch, batch.indices)
         gatherer = None if is_ahead else self._gatherer
-        builder = _BatchBuilder(batch, self.pipeline, self.arena, gatherer)
-        builder.fetches, builder.unreadable_images = fetches, self._unreadable_images()
-        return Job(self.pipeline.tasks(builder.read, batch.blocks, self.workers), builder.result)
+        return BatchBuilder(self.pipeline, batch, self.arena, gatherer)
 
 
 class QueueImages(Derived):
@@ -353,11 +342,11 @@ class QueueImages(Derived):
         self.queue, trained = queue, queue.pipeline
         pipeline = Pipeline(queue.datastore, crop=trained.crop, function=trained.function)
         self.image_shape, self.dtype = pipeline.image_shape, pipeline.dtype
-        is_label = pipeline.labels_shape == () and self.targets_shape is None
-        if not (is_label and self.labels is not None and pipeline.labels_dtype == np.int32):
-            self.targets_shape = pipeline.labels_shape
-            if pipeline.labels_dtype is not None:
-                self.targets_dtype = pipeline.labels_dtype
+        kind = pipeline.labels
+        is_label = self.targets_shape is None and self.labels is not None
+        if not (is_label and kind == ((), np.int32)):
+            self.targets_shape = None if kind is None else kind.shape
+            self.targets_dtype = self.targets_dtype if kind is None else kind.dtype
 
     def options(self, transform: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a queue for evaluation; `transform` is the network's own."""
@@ -381,48 +370,3 @@ def need_full_batch(datastore: Datastore, batch_size: int, sampling: str = "glob
             f"{datastore.describe()}: --partial-minibatch discard: expected images for at least "
             f"one mini-batch of {batch_size}, found {count}"
         )
-
-
-class _BatchBuilder:
-    """Builder of a mini-batch on the CPU, with memory from an arena.
-
-    `gatherer` is None unless the consumer's thread calls `read`.
-    """
-
-    def __init__(self, batch, pipeline, arena, gatherer):
-        self.batch, self.pipeline, self.gatherer = batch, pipeline, gatherer
-        self.fetches: object = None  # the result of `Datastore.read_ahead`
-        self.unreadable_images: dict[int, str] | None = None  # see `Pipeline.read_or_find`
-        p, blocks = pipeline, batch.blocks
-        self.lanes = arenas.empty((blocks, *p.image_shape, LANES), arena=arena)
-        self.labels = None
-        if p.labels_shape is not None:
-            self.labels = arenas.empty((blocks, *p.labels_shape, LANES), p.labels_dtype, arena)
-
-    def read(self, first, stop):
-        """Read and prepare blocks first..stop-1 of this rank's share."""
-        p, batch, lanes = self.pipeline, self.batch, self.lanes[first:stop]
-        keys = SampleKeys(batch.indices[first * LANES : stop * LANES], batch.epoch, batch.seed)
-        labels_of_blocks = None if self.labels is None else self.labels[first:stop]
-        if self.gatherer is not None and self.gatherer.fill(keys, lanes, labels_of_blocks):
-            return
-        data = p.read_or_find(keys, self.unreadable_images)
-        if data is None:
-            return
-        pixels, labels = data
-        fill_blocks(pixels, p.moves(keys), p.normalization.arrays(), lanes)
-        if labels is not None:
-            full, rest = divmod(len(labels), LANES)  # only the last block can have fewer images
-            blocks = labels[: full * LANES].reshape(full, LANES, *labels.shape[1:])
-            blocks = blocks if labels.ndim == 1 else np.moveaxis(blocks, 1, -1)
-            self.labels[first : first + full] = blocks
-            if rest:
-                self.labels[first + full, ..., :rest] = np.moveaxis(labels[-rest:], 0, -1)
-                self.labels[first + full, ..., rest:] = 0
-
-    def result(self):
-        """Return the prepared images and labels as Blocked values, or Unreadable."""
-        if self.unreadable_images:
-            return Unreadable(self.unreadable_images)
-        labels = None if self.labels is None else Blocked(self.labels, self.batch)
-        return Blocked(self.lanes, self.batch), labels

@@ -8,6 +8,7 @@ from mpidl.files import write_whole
 
 NAME = "status.json"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+STOPPED = "stopped"  # state of a tracker's record; in status.json, such a run has "finished"
 MAX_NUMBER = 2**53  # larger numbers cannot be from mpidl
 
 

@@ -5,7 +5,7 @@ module uses only the basic operations of IEEE 754 and Python's `decimal`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +15,7 @@ from mpidl.options.declaration import (
     choice,
     factor,
     fraction,
+    number_list,
     option,
     options_class,
     positive,
@@ -66,6 +67,12 @@ class ScheduleOptions:
         "Epochs between drops (piecewise)",
         default=10,
         matlab="LearnRateDropPeriod",
+    )
+    learn_rate_drop_epochs: str | int | Sequence[int] | None = option(
+        number_list("epochs such as 30,60,80"),
+        "Epochs after which the learning rate drops, such as 30,60,80, instead of every "
+        "--learn-rate-drop-period epochs (piecewise)",
+        default=None,
     )
     learn_rate_power: float = option(
         positive(),
@@ -135,7 +142,12 @@ def rate_of(options: "TrainingOptions", epoch: int, iteration: int, per_epoch: i
     if schedule == "none":
         return rate
     if schedule == "piecewise":
-        for _ in range((epoch - 1) // options.learn_rate_drop_period):
+        drops = (epoch - 1) // options.learn_rate_drop_period
+        if options.learn_rate_drop_epochs is not None:
+            drops = sum(
+                epoch > int(last) for last in str(options.learn_rate_drop_epochs).split(",")
+            )
+        for _ in range(drops):
             rate *= options.learn_rate_drop_factor
         return rate
     # Fraction of the iterations after the warm-up that are complete; always below 1.

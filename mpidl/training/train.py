@@ -21,7 +21,7 @@ from mpidl.ranks.failure import Signals
 from mpidl.ranks.world import World
 from mpidl.report import Console
 from mpidl.training import hooks as hook_classes
-from mpidl.training import input_pipeline, lost_ranks, status_hooks, tracking_hooks
+from mpidl.training import input_pipeline, lost_ranks, status_hooks, tracking
 from mpidl.training.files.run_folder import RunFolder
 from mpidl.training.files.run_lock import RunLock
 from mpidl.training.optimizers import Optimizer, of_options
@@ -121,7 +121,7 @@ def train(
     with contextlib.nullcontext(lock) if lock else RunLock(world) as run_lock:
         folder = RunFolder(out, resume, overwrite, world, run_lock)
         world.transport.report_folder = folder.out
-        hooks = tracking_hooks.with_tensorboard(hooks, options, folder.out)
+        hooks += tracking.requested(options, present=hooks)
         status_hook = status_hooks.of_run(hooks, folder.out, world, run_lock)
         hooks = [*hooks, status_hook] if status_hook else hooks
         backends.configure(winograd=options.winograd, precision=options.precision)
@@ -137,7 +137,7 @@ def train(
             with (
                 contextlib.nullcontext(signals) if signals else Signals() as requests,
                 status_hooks.watched(folder.out, world, requests, run_lock),
-                tracking_hooks.abandoned_on_error(hooks),
+                tracking.abandoned_on_error(hooks),
             ):
                 try:
                     trainer = Trainer(

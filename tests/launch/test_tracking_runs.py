@@ -9,10 +9,13 @@ import shutil
 import signal
 import struct
 import sys
+import types
 
 import jobs
 import launcher
 import pytest
+
+import mpidl as dl
 
 pytestmark = [pytest.mark.slow("files"), pytest.mark.timeout(180)]
 EXTRAS = {"mlflow": "mlflow", "wandb": "wandb"}  # {package: extra}
@@ -152,10 +155,11 @@ def test_no_socket_leaves_loopback(pictures, tmp_path):
 RACE = """
 import sys
 import time
+import types
 
 from mlflow.tracking import MlflowClient
 from mpidl.ranks.world import World
-from mpidl.report.trackers.mlflow_store import MLflowRun
+import mpidl as dl
 
 create, world = MlflowClient.create_experiment, World()
 
@@ -165,13 +169,16 @@ def create_slowly(*arguments):
 
 MlflowClient.create_experiment = create_slowly
 world.barrier()
-MLflowRun(sys.argv[1], "mpidl", f"trial {world.rank}", None, False).close()
+position, writer = types.SimpleNamespace(iteration=0), types.SimpleNamespace(out=None)
+tracker = dl.MLflowHook(sys.argv[1], name=f"trial {world.rank}")
+tracker.open(types.SimpleNamespace(writer=writer, position=position))
+tracker.close()
 """
 
 
 @needs("mlflow")
 def test_runs_that_start_together_share_an_experiment(tmp_path, monkeypatch):
-    from mpidl.report.trackers import mlflow_store
+    from mpidl.trackers import mlflow as mlflow_store
 
     environment = jobs.without_plots() | mlflow_store.SETTINGS
     launcher.mpirun(3, "-c", RACE, tmp_path / "mlruns", env=environment, check=0)
@@ -186,17 +193,24 @@ def test_runs_that_start_together_share_an_experiment(tmp_path, monkeypatch):
 
 @needs("mlflow")
 def test_a_deleted_record_is_replaced(tmp_path, monkeypatch):
-    from mpidl.report.trackers import mlflow_store
+    from mpidl.trackers import mlflow as mlflow_store
 
     for name, value in mlflow_store.SETTINGS.items():
         monkeypatch.setenv(name, value)
-    arguments = str(tmp_path / "mlruns"), "mpidl", "run", str(tmp_path)
-    first = mlflow_store.MLflowRun(*arguments, is_resumed=False)
+
+    def opened(iteration):
+        tracker = dl.MLflowHook(tmp_path / "mlruns")
+        position = types.SimpleNamespace(iteration=iteration)
+        writer = types.SimpleNamespace(out=tmp_path)
+        tracker.open(types.SimpleNamespace(writer=writer, position=position))
+        return tracker
+
+    first = opened(0)
     first.close()
-    resumed = mlflow_store.MLflowRun(*arguments, is_resumed=True)
+    resumed = opened(1)
     assert not resumed.is_new and resumed.run_id == first.run_id
     resumed._client.delete_run(first.run_id)
-    replaced = mlflow_store.MLflowRun(*arguments, is_resumed=True)
+    replaced = opened(1)
     assert replaced.is_new and replaced.run_id != first.run_id
 
 
@@ -207,23 +221,17 @@ import sys
 from mpidl.cli.train import main
 from mpidl.ranks import failure
 from mpidl.errors import UserError
-from mpidl.report.trackers.tracking import Tracker
-from mpidl.training import tracking_hooks
-from mpidl.training.tracking_hooks import base
+from mpidl.trackers.base import Tracker
+from mpidl.training import tracking
 
 class FullDisk(Tracker):
+    def open(self, trainer):
+        pass
+
     def close(self, state="finished"):
         raise UserError("store: cannot be written: No space left on device")
 
-class FullDiskHook(base.TrackingHook):
-    def __init__(self):
-        super().__init__()
-        self.ends_with_training = False
-
-    def open(self, trainer):
-        return FullDisk()
-
-tracking_hooks.of_run = lambda options, run: [FullDiskHook()]
+tracking.requested = lambda options, run=None, present=(): [] if run is None else [FullDisk()]
 failure.run(lambda: main(sys.argv[1:]))
 """
 

@@ -11,7 +11,6 @@ import mpidl as dl
 from mpidl.report import Metrics, history, metrics
 from mpidl.report.history import HistoryRecorder
 from mpidl.report.metrics import Cut
-from mpidl.report.trackers import tracking
 
 
 def write(path):
@@ -77,10 +76,6 @@ def test_metrics_of_validations(tmp_path):
     assert list(validation.as_dict())[-2:] == ["f1", "iou"]
     recorder.cut(Cut(2, 2))
     assert list(recorder.history().validation.metrics) == ["f1"]
-    names = tracking.scalars(
-        {"kind": "validation", "loss": 0.5, "metrics": {"f1": 0.25, "x": None}}
-    )
-    assert names == {"validation/loss": 0.5, "validation/f1": 0.25}
 
 
 def test_a_run_that_is_being_written_can_be_read(tmp_path):

@@ -51,6 +51,17 @@ def test_piecewise():
     assert schedule[16:] == pytest.approx([0.5e-4] * 4, rel=1e-15)
 
 
+@pytest.mark.parametrize("epochs", ["2,3,5", (2, 3, 5)])
+def test_the_rate_drops_after_given_epochs(epochs):
+    """Drops after given epochs replace those of the period, as PyTorch's MultiStepLR does."""
+    options = {"learn_rate_schedule": "piecewise", "learn_rate_drop_period": 1}
+    schedule = rates(6, 1, learn_rate_drop_epochs=epochs, learn_rate_drop_factor=0.5, **options)
+    assert schedule == [0.5, 0.5, 0.25, 0.125, 0.125, 0.0625]
+    assert rates(2, 1, learn_rate_drop_epochs=1, **options) == [0.5, 0.5 * 0.1]
+    with pytest.raises(UserError, match="learn_rate_drop_epochs must be epochs such as 30,60,80"):
+        TrainingOptions(learn_rate_drop_epochs="30;60")
+
+
 def test_matlabs_defaults_drop_to_a_tenth_after_ten_epochs():
     schedule = rates(21, 1, learn_rate_schedule="piecewise", learning_rate=None)
     assert schedule[9:11] == [0.01, 0.01 * 0.1] and schedule[20] == 0.01 * 0.1 * 0.1

@@ -42,8 +42,8 @@ class DeviceQueue(MinibatchQueue):
         p = self.pipeline
         # Size in bytes of an image with its label or target.
         self.image_bytes = int(np.prod(p.read_shape)) * p.dtype.itemsize
-        if p.labels_shape is not None:
-            self.image_bytes += int(np.prod(p.labels_shape)) * p.labels_dtype.itemsize
+        if p.labels is not None:
+            self.image_bytes += int(np.prod(p.labels.shape)) * p.labels.dtype.itemsize
         room = RESIDENT * world.device.free_memory() / world.device.sharers
         # Pixels that the host computes may differ in each epoch, so they are always uploaded.
         # A resident data set would also need the pixels of skipped images.
@@ -67,12 +67,10 @@ class DeviceQueue(MinibatchQueue):
         runs = self.full_batch.tree.runs
         return [tuple(min(edge * LANES, count) for edge in run) for run in runs]
 
-    def _job(self, indices, epoch, is_ahead):
+    def _builder(self, indices, epoch, is_ahead):
         first, stop = self._shares(len(indices))[self.world.rank]
         batch = share(len(indices), self.world, indices=indices, epoch=epoch, seed=self.seed)
-        builder = FeedBuilder(self.pipeline, batch, indices[first:stop], read=not self.resident)
-        builder.unreadable_images = self._unreadable_images()
-        return builder.job(self.workers)
+        return FeedBuilder(self.pipeline, batch, indices[first:stop], read=not self.resident)
 
     def reader(self) -> Reader:
         """Return a Reader of this data set.
@@ -139,8 +137,8 @@ class Reader:
         count = len(queue.datastore) if self.resident else None
         self.pixels = Table(self.device, p.read_shape, p.dtype, count, self.size)
         self.labels: Table | None = None
-        if p.labels_shape is not None:
-            self.labels = Table(self.device, p.labels_shape, p.labels_dtype, count, self.size)
+        if p.labels is not None:
+            self.labels = Table(self.device, *p.labels, count, self.size)
         if self.resident:
             self._upload(count, max(1, UPLOADED // max(1, queue.image_bytes)))
 

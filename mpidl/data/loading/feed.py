@@ -11,6 +11,7 @@ import numpy as np
 
 from mpidl.core.blocks import LANES, Batch, Blocked, blocks_of
 from mpidl.data.loading.bad_images import Unreadable
+from mpidl.data.loading.builders import ShareBuilder
 from mpidl.data.loading.pipeline import Pipeline
 from mpidl.data.loading.workers import Job
 from mpidl.data.transforms.draws import SampleKeys
@@ -31,56 +32,42 @@ class Feed(NamedTuple):
     moves: dict  # the result of `Pipeline.moves`
 
 
-class FeedBuilder:
-    """Builder of a Feed.
-
-    Its Job has tasks that run in worker threads. With `read` False, pixels and labels are already
-    on the device.
-    """
+class FeedBuilder(ShareBuilder):
+    """Builder of (Feed, None). With `read` False, pixels and labels are already on the device."""
 
     def __init__(self, pipeline: Pipeline, batch: Batch, indices: np.ndarray, read: bool = True):
-        self.pipeline, self.batch, self.indices = pipeline, batch, indices
-        self.pixels = self.labels = None
-        self.fetches: object = None  # the result of `Datastore.read_ahead`
-        self.unreadable_images: dict[int, str] | None = None  # see `Pipeline.read_or_find`
-        self.run_bounds: list[tuple[int, int] | None] = []  # label bounds of each `_read`
+        super().__init__(pipeline, batch, indices, blocks_of(len(indices)) if read else 0)
+        n, kind = len(indices), pipeline.labels
+        self.run_bounds: list[tuple[int, int] | None] = []  # label bounds of each `store`
         self.moves: dict = {}
-        self.blocks = blocks_of(len(indices)) if read else 0
+        self.pixels: np.ndarray | None = None
+        self.labels: np.ndarray | None = None
         if read:
-            p, n = pipeline, len(indices)
-            self.pixels = np.empty((n, *p.read_shape), p.dtype)
-            if p.labels_shape is not None:
-                self.labels = np.empty((n, *p.labels_shape), p.labels_dtype)
+            self.pixels = np.empty((n, *pipeline.read_shape), pipeline.dtype)
+            self.labels = None if kind is None else np.empty((n, *kind.shape), kind.dtype)
 
     def job(self, workers: int) -> Job:
-        """Return a Job for `workers` threads, whose result is (Feed, None) or Unreadable."""
-        return Job(
-            [self._plan, *self.pipeline.tasks(self._read, self.blocks, workers)], self._result
-        )
+        job = super().job(workers)
+        job.tasks.insert(0, self._plan)
+        return job
 
     def _plan(self):
-        keys = SampleKeys(self.indices, self.batch.epoch, self.batch.seed)
-        self.moves = self.pipeline.moves(keys)
+        self.moves = self.pipeline.moves(self.keys)
 
-    def _read(self, first, stop):
-        """Read the pixels and labels of the 16-image blocks first..stop-1."""
-        run = slice(first * LANES, stop * LANES)
-        keys = SampleKeys(self.indices[run], self.batch.epoch, self.batch.seed)
-        data = self.pipeline.read_or_find(keys, self.unreadable_images)
-        if data is None:
-            return
-        pixels, labels = data
+    def store(
+        self, first: int, keys: SampleKeys, pixels: np.ndarray, labels: np.ndarray | None
+    ) -> None:
+        run = slice(first * LANES, first * LANES + len(pixels))
         self.pixels[run] = pixels
         if self.labels is not None:
             self.labels[run] = labels
             self.run_bounds.append(label_bounds(labels))
 
-    def _result(self):
-        if self.unreadable_images:
-            return Unreadable(self.unreadable_images)
+    def item(self) -> tuple[Feed, None]:
         runs = [pair for pair in self.run_bounds if pair is not None]
         bounds = (min(a for a, _ in runs), max(b for _, b in runs)) if runs else None
-        return Feed(self.batch, self.indices, self.pixels, self.labels, bounds, self.moves), None
+        indices = self.keys.indices
+        return Feed(self.batch, indices, self.pixels, self.labels, bounds, self.moves), None
 
 
 def label_bounds(labels: np.ndarray | None) -> tuple[int, int] | None:

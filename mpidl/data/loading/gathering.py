@@ -72,7 +72,7 @@ def _can_gather(pipeline, images, labels):
         and (images.dtype == np.uint8 or (has_float_images and not is_moved))
         and images.flags.c_contiguous
         and images.shape == (len(store), *store.image_shape)
-        and (labels is None) == (pipeline.labels_shape is None)
+        and (labels is None) == (pipeline.labels is None)
         and (labels is None or _are_plain(labels, len(images)))
     )
 

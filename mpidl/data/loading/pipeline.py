@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
 from mpidl import backends
 from mpidl.core.blocks import LANES
-from mpidl.data.checks import check_below, check_finite, read_images, read_targets
+from mpidl.data.checks import check_below, read_images, read_targets
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import unreadable
+from mpidl.data.loading.user_function import Data, Kind, UserFunction
 from mpidl.data.transforms.draws import SampleKeys
 from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
 from mpidl.data.transforms.normalize import Normalization
@@ -27,19 +28,33 @@ if TYPE_CHECKING:
 SPAN = 1 << 20  # minimum number of bytes that a task reads, unless the rank's share is smaller
 
 
+class Preparation(TypedDict, total=False):
+    """The keywords of a `Pipeline`."""
+
+    augmenter: Augmenter | None
+    normalization: Normalization | None
+    crop: tuple[int, int] | None
+    function: Callable[..., Any] | None
+    classes: int | None
+    ignore_label: int | None
+    mixing: Mixing | None
+
+
 class Pipeline:
     """The steps that read and prepare pixels and labels for mini-batches.
 
     `crop` is the size of a window cut from the centre of each image, unless there is an augmenter.
-    The other arguments are those of `MinibatchQueue`. Images have the shape (C, P, Q) before
-    normalization. Raises UserError if the crop is larger than the images, the statistics of the
-    normalization do not match the images, the function returns an invalid result for image 0, or
-    images are augmented whose targets are images or label maps of a different size.
+    `MinibatchQueue` documents the other arguments. Raises UserError if the arguments do not fit the
+    images or each other.
+
+    `image_shape` (C, P, Q) and `dtype` are those of the images before normalization, and `labels`
+    is the kind of each image's label or target, or None.
     """
 
     def __init__(
         self,
         datastore: Datastore,
+        *,
         augmenter: Augmenter | None = None,
         normalization: Normalization | None = None,
         crop: tuple[int, int] | None = None,
@@ -48,36 +63,29 @@ class Pipeline:
         ignore_label: int | None = None,
         mixing: Mixing | None = None,
     ):
-        self.mixing: Mixing | None = None
         self.datastore, self.augmenter, self.function = datastore, augmenter, function
         self.classes, self.ignore_label = classes, ignore_label
+        self.mixing: Mixing | None = None  # set below, because `_label_kind` reads without it
         shape, self.dtype = tuple(datastore.image_shape), np.dtype(datastore.dtype)
-        # Shape (C, P, Q) and type of the images before normalization.
-        self.image_shape: tuple[int, ...] = shape
-        # Shape and type of each image's label or target. Both are None if there are no
-        # labels or targets.
-        self.labels_shape: tuple[int, ...] | None = None
-        self.labels_dtype: np.dtype | None = None
         self.crop = crop if augmenter is None else None
-        self.fill: np.ndarray | None = None
+        self.image_shape: tuple[int, ...] = shape
         if augmenter is not None:
             augmenter.check_images(shape, self.dtype)
             self.image_shape = augmenter.image_shape(shape)
-            self.fill = augmenter.fill_values(shape, self.dtype)
-        elif self.crop is not None:
-            self._check_crop(shape)
-            self.image_shape = (shape[0], *self.crop)
-        if datastore.targets_shape is not None:
-            self.labels_shape = moved_shape(datastore, self.image_shape)
-            self.labels_dtype = datastore.targets_dtype
-            if augmenter is not None:
-                self._check_targets()
-        elif datastore.labels is not None:
-            self.labels_shape, self.labels_dtype = (), np.dtype(np.int32)
-        if function is not None and len(datastore):
-            self._try_function()
+        elif crop is not None:
+            if crop[0] > shape[1] or crop[1] > shape[2]:
+                raise UserError(
+                    f"crop: expected images of at least {crop[0]}x{crop[1]} pixels, "
+                    f"got {shape[1]}x{shape[2]} ({datastore.describe()})"
+                )
+            self.image_shape = (shape[0], *crop)
+        self.labels: Kind | None = self._label_kind()
+        self._call = None if function is None else UserFunction(function, datastore)
+        if self._call is not None and len(datastore):
+            self.read(SampleKeys(np.arange(1), 0, 0))
+            (self.image_shape, self.dtype), self.labels = self._call.kinds
         if mixing is not None:
-            self._set_mixing(mixing)
+            self.mixing, self.labels = mixing, self._mixed_kind()
         normalization = Normalization() if normalization is None else normalization
         if not isinstance(normalization, Normalization):
             raise TypeError(
@@ -87,39 +95,39 @@ class Pipeline:
         self.normalization = normalization.window(self.image_shape[1:])
         self.normalization.check(self.image_shape, datastore.dtype)
 
-    def _set_mixing(self, mixing):
-        """Make `read` mix images and labels, and set the new shape and type of the labels."""
+    def _label_kind(self):
+        """Return the kind of the labels or targets before the function and mixing."""
+        store, shape = self.datastore, self.datastore.targets_shape
+        if shape is None:
+            return None if store.labels is None else Kind((), np.dtype(np.int32))
+        if self.augmenter is not None and len(shape) > 1 and not has_image_targets(store):
+            raise UserError(
+                f"{store.describe()}: expected targets of the images' size "
+                f"{store.image_shape[1:]}, which the augmentation moves with them, found shape "
+                f"{tuple(shape)}; pass MinibatchQueue a function that transforms both"
+            )
+        return Kind(moved_shape(store, self.image_shape), store.targets_dtype)
+
+    def _mixed_kind(self):
+        """Return the kind of mixed labels; raise UserError if the labels cannot be mixed."""
         if self.classes is None:
             raise UserError("mixing: expected classes=, the number of classes of the labels")
-        if self.labels_shape != () or self.labels_dtype != np.int32:
+        if self.labels != ((), np.int32):
             raise UserError(
                 f"{self.datastore.describe()}: mixup and CutMix expect one label per image, found "
-                f"{'none' if self.labels_shape is None else 'targets'}"
+                f"{'none' if self.labels is None else 'targets'}"
             )
-        self.mixing = mixing
-        self.labels_shape, self.labels_dtype = (self.classes,), np.dtype(np.float32)
-
-    def _check_targets(self):
-        """Raise UserError if the targets are images but the augmentation cannot move them."""
-        shape, size = self.datastore.targets_shape, self.datastore.image_shape[1:]
-        if len(shape) > 1 and not has_image_targets(self.datastore):
-            raise UserError(
-                f"{self.datastore.describe()}: expected targets of the images' size {size}, which "
-                f"the augmentation moves with them, found shape {tuple(shape)}; pass "
-                "MinibatchQueue a function that transforms both"
-            )
+        return Kind((self.classes,), np.dtype(np.float32))
 
     @property
     def changes_pixels(self) -> bool:
         """Whether `read` computes the final pixels. If so, `moves` returns no operations."""
-        augmenter = self.augmenter
-        if self.mixing is not None:
+        if self.mixing is not None or self.function is not None:
             return True
-        if augmenter is None:
-            crops = self.crop is not None and has_image_targets(self.datastore)
-            return crops or self.function is not None
         moves_targets = has_image_targets(self.datastore)
-        return not augmenter.only_moves or moves_targets or self.function is not None
+        if self.augmenter is None:
+            return self.crop is not None and moves_targets
+        return moves_targets or not self.augmenter.only_moves
 
     @property
     def _block_bytes(self):
@@ -138,13 +146,6 @@ class Pipeline:
         """Shape (C, H, W) of each image that `read` returns."""
         return tuple(self.image_shape if self.changes_pixels else self.datastore.image_shape)
 
-    def _check_crop(self, shape):
-        if self.crop[0] > shape[1] or self.crop[1] > shape[2]:
-            raise UserError(
-                f"crop: expected images of at least {self.crop[0]}x{self.crop[1]} pixels, "
-                f"got {shape[1]}x{shape[2]} ({self.datastore.describe()})"
-            )
-
     def moves(self, keys: SampleKeys) -> dict:
         """Return keyword arguments for `Backend.images` that crop, mirror and shift images: some of
         "size", "mirrored", "top", "left" and "fill". The dict is empty if there is nothing to crop
@@ -154,9 +155,7 @@ class Pipeline:
             return {}
         shape = self.datastore.image_shape
         if self.augmenter is not None:
-            moves = self.augmenter.moves(keys, shape)
-            moves["fill"] = self.fill if self.fill.any() else None
-            return {"size": self.image_shape[1:], **moves}
+            return self.augmenter.moves(keys, shape, self.dtype)
         if self.crop is None or self.crop == shape[1:]:
             return {}
         edges = centred(shape, self.crop)
@@ -177,19 +176,23 @@ class Pipeline:
             for first in range(0, blocks, span)
         ]
 
-    def read(self, keys: SampleKeys) -> tuple[np.ndarray, np.ndarray | None]:
+    def read(self, keys: SampleKeys) -> Data:
         """Read images (n, C, H, W) with their labels or targets, before the operations of `moves`
         and normalization. Sample number s refers to image s % n of the n images in the datastore.
         Raises UserError if the data have a wrong shape or type, a NaN or infinity, or a label that
         is not below the number of classes.
         """
-        pixels, labels = self._read(keys)
+        indices = self.image_indices(keys.indices)
+        pixels, labels = read_images(self.datastore, indices), self._labels(indices)
+        if self.changes_pixels:
+            pixels, labels = self._moved(pixels, labels, keys)
+        if self._call is not None:
+            pixels, labels = self._call(pixels, labels, keys)
         if self.classes is not None and labels is not None:
-            indices = self.image_indices(keys.indices)
             check_below(self.classes, labels, self.datastore, indices, self.ignore_label)
-        if self.mixing is not None:
-            samples, epoch, seed = keys
-            return self.mixing.apply(pixels, labels, samples, self.classes, epoch=epoch, seed=seed)
+            if self.mixing is not None:
+                of_epoch = {"epoch": keys.epoch, "seed": keys.seed}
+                return self.mixing.apply(pixels, labels, keys.indices, self.classes, **of_epoch)
         return pixels, labels
 
     def image_indices(self, samples: np.ndarray) -> np.ndarray:
@@ -198,40 +201,19 @@ class Pipeline:
 
     def read_or_find(
         self, keys: SampleKeys, unreadable_images: dict[int, str] | None
-    ) -> tuple[np.ndarray, np.ndarray | None] | None:
+    ) -> Data | None:
         """Call `read`. If it fails and `unreadable_images` is a dict, add {index: error message} to
         it and return None.
         """
         if unreadable_images is None:
             return self.read(keys)
-        data = []
+        data: list[Data] = []
         reasons = unreadable(
             lambda part: data.append(self.read(keys._replace(indices=part))), keys.indices
         )
-        unreadable_images.update(
-            {int(self.image_indices(np.asarray(sample))): text for sample, text in reasons.items()}
-        )
+        for sample, text in reasons.items():
+            unreadable_images[int(self.image_indices(np.asarray(sample)))] = text
         return None if reasons else data[-1]  # the last call succeeded for all images
-
-    def _read(self, keys):
-        indices = self.image_indices(keys.indices)
-        pixels, labels = read_images(self.datastore, indices), self._labels(indices)
-        if self.changes_pixels:
-            pixels, labels = self._moved(pixels, labels, keys)
-        if self.function is None:
-            return pixels, labels
-        outputs = []
-        # Call the function once per block of 16 images, so that its input does not depend on the
-        # tasks.
-        for first in range(0, len(indices), LANES):
-            block = slice(first, first + LANES)
-            block_labels = None if labels is None else labels[block]
-            block_keys = keys._replace(indices=keys.indices[block])
-            block_pixels = np.ascontiguousarray(pixels[block])
-            outputs.append(self._call_function(block_pixels, block_labels, block_keys))
-        pixels = np.concatenate([p for p, _ in outputs])
-        labels = None if outputs[0][1] is None else np.concatenate([v for _, v in outputs])
-        return pixels, labels
 
     def _labels(self, indices):
         """Return the labels or targets of images, or None."""
@@ -264,49 +246,6 @@ class Pipeline:
         fill = np.asarray(self.augmenter.fill, np.float64).ravel()
         return float(fill[0]) / (255 if self.dtype == np.uint8 else 1)
 
-    def _try_function(self):
-        """Call the function on image 0 to determine the shapes and types that it returns."""
-        self.output_kind = None
-        images, labels = self.read(SampleKeys(np.arange(1), 0, 0))
-        self.output_kind = images.shape[1:], images.dtype, _label_kind(labels)
-        self.image_shape, self.dtype = images.shape[1:], images.dtype
-        if labels is None:
-            self.labels_shape = self.labels_dtype = None
-        else:
-            self.labels_shape, self.labels_dtype = labels.shape[1:], labels.dtype
-
-    def _call_function(self, pixels, labels, keys):
-        """Call the function, check its result and return (images, labels)."""
-        n, indices = len(pixels), self.image_indices(keys.indices)
-        output: Any = self.function(pixels, labels, keys)
-        images, labels = output if isinstance(output, tuple) else (output, labels)
-        images = np.asarray(images)
-        if images.dtype != np.uint8:
-            images = images.astype(np.float32) if images.dtype.kind == "f" else images
-        if images.ndim != 4 or len(images) != n or images.dtype not in (np.uint8, np.float32):
-            raise UserError(
-                f"function: expected {n} images, uint8 or float, of shape ({n}, C, H, W), got "
-                f"{images.dtype} of shape {images.shape}"
-            )
-        if labels is not None:
-            labels = np.asarray(labels)
-            if labels.shape[:1] != (n,) or labels.dtype.kind not in "biuf":
-                raise UserError(
-                    f"function: expected labels or targets of {n} images, got {labels.dtype} of "
-                    f"shape {labels.shape}"
-                )
-            labels = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int32)
-            check_finite(labels, self.datastore, indices, "targets")
-        check_finite(images, self.datastore, indices, "pixels")
-        kind = images.shape[1:], images.dtype, _label_kind(labels)
-        if self.output_kind is not None and kind != self.output_kind:
-            raise UserError(
-                "function: expected the same shapes and types as for image 0 "
-                f"({_kind_text(self.output_kind)}), got {_kind_text(kind)} of "
-                f"{self.datastore.located(int(indices[0]))}"
-            )
-        return images, labels
-
 
 def blocks_per_task(block_bytes: int, blocks: int, workers: int) -> int:
     """Return the number of blocks that one task reads.
@@ -326,16 +265,3 @@ def fill_blocks(
     `statistics` is the result of `Normalization.arrays`.
     """
     backends.of_type(np.float32).images(pixels, **moves, **statistics, out=lanes)
-
-
-def _label_kind(labels):
-    return None if labels is None else (labels.shape[1:], labels.dtype)
-
-
-def _kind_text(kind):
-    """Describe the shapes and types of the user function's results in words."""
-    shape, dtype, labels = kind
-    images = f"{dtype} images of {'x'.join(map(str, shape))}"
-    if labels is None:
-        return f"{images} without labels"
-    return f"{images} with {labels[1]} labels of shape {labels[0]}"

@@ -217,5 +217,5 @@ class Augmenter(Erasing, Posterizing, ColourJitter, Movement):  # from the last 
             planes = planes.astype(np.int32)
         value = fill if self.target_fill is None else self.target_fill
         values = np.full(planes.shape[1], value, planes.dtype)
-        moved = self.moved(planes, SampleKeys(np.asarray(indices), epoch, seed), values)
+        moved = self._moved(planes, SampleKeys(np.asarray(indices), epoch, seed), values)
         return moved.reshape(*targets.shape[:-2], *moved.shape[2:]).astype(targets.dtype)

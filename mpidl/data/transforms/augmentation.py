@@ -54,10 +54,34 @@ class Augmentation:
         return True
 
     def check_images(self, shape: Sequence[int], dtype: np.dtype) -> None:
-        """Raise UserError if images of `shape` (C, H, W) cannot be augmented."""
+        """Check that images can be augmented.
+
+        Parameters
+        ----------
+        shape, dtype
+            Shape (C, H, W) and type of the images.
+
+        Raises
+        ------
+        UserError
+            If they cannot.
+        """
 
     def augmented(self, images: np.ndarray, keys: SampleKeys) -> np.ndarray:
-        """Return augmented images (n, C, P, Q); `images` are uint8 or float32 (n, C, H, W)."""
+        """Augment images; see `Augmenter.apply`.
+
+        Parameters
+        ----------
+        images : ndarray
+            (n, C, H, W), uint8 or float32.
+        keys : SampleKeys
+            Keys of the random numbers.
+
+        Returns
+        -------
+        ndarray
+            (n, C, P, Q) of the same type.
+        """
         return images
 
     def __repr__(self) -> str:
@@ -88,12 +112,12 @@ class Augmentation:
         """Store the ranges of area and aspect that `draws.boxes` takes."""
         area, aspect = f"{prefix}_area", f"{prefix}_aspect"
         self._store_ranges(area, aspect)
-        for name, expected, most in (
+        for name, expected, limit in (
             (area, "fractions above 0, at most 1", 1),
             (aspect, "numbers above 0", np.inf),
         ):
             low, high = getattr(self, name)
-            if low <= 0 or high > most:
+            if low <= 0 or high > limit:
                 raise UserError(f"{name}: expected {expected}, got {(low, high)}")
 
 

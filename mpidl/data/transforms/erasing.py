@@ -50,7 +50,7 @@ class Erasing(Augmentation):
         images = super().augmented(images, keys)
         if not self.erase:
             return images
-        boxes = self.rectangles(keys, images.shape[2:])
+        boxes = rectangles(self, keys, images.shape[2:])
         value, images = self._values(images.shape[1:], images.dtype), images.copy()
         for i in np.flatnonzero(boxes[:, 2]):
             top, left, height, width = boxes[i].tolist()
@@ -70,10 +70,11 @@ class Erasing(Augmentation):
             return None
         return channel_values("erase_value", self.erase_value, shape, dtype)
 
-    def rectangles(self, keys: SampleKeys, shape: Sequence[int]) -> np.ndarray:
-        """Draw the rectangle to erase in each image of height and width `shape`, (top, left,
-        height, width) in int64 (n, 4). It is all zero if nothing is erased.
-        """
-        u = draws.uniforms(keys, PURPOSE, 1 + 4 * ATTEMPTS)
-        *box, fits = draws.boxes(u[1:], shape, self.erase_area, self.erase_aspect)
-        return np.stack(box, axis=1) * (fits & (u[0] < self.erase))[:, None]
+
+def rectangles(erasing: Erasing, keys: SampleKeys, shape: Sequence[int]) -> np.ndarray:
+    """Draw the rectangle to erase in each image of height and width `shape`, (top, left, height,
+    width) in int64 (n, 4). It is all zero if nothing is erased.
+    """
+    u = draws.uniforms(keys, PURPOSE, 1 + 4 * ATTEMPTS)
+    *box, fits = draws.boxes(u[1:], shape, erasing.erase_area, erasing.erase_aspect)
+    return np.stack(box, axis=1) * (fits & (u[0] < erasing.erase))[:, None]

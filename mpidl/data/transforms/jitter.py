@@ -69,13 +69,14 @@ class ColourJitter(Augmentation):
 
     def augmented(self, images: np.ndarray, keys: SampleKeys) -> np.ndarray:
         images = super().augmented(images, keys)
-        return jittered(images, self.colours(keys)) if self._is_used else images
+        return jittered(images, draw(self, keys)) if self._is_used else images
 
-    def colours(self, keys: SampleKeys) -> ColourChange:
-        """Draw the colour changes of some images."""
-        ranges: list[Any] = [self.brightness, self.contrast, self.saturation, self.hue]
-        drawn = zip(ranges, draws.uniforms(keys, PURPOSE, 4), strict=True)
-        return ColourChange(*(draws.between(low, high, u) for (low, high), u in drawn))
+
+def draw(jitter: ColourJitter, keys: SampleKeys) -> ColourChange:
+    """Draw the colour changes of some images."""
+    ranges: list[Any] = [jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue]
+    drawn = zip(ranges, draws.uniforms(keys, PURPOSE, 4), strict=True)
+    return ColourChange(*(draws.between(low, high, u) for (low, high), u in drawn))
 
 
 def jittered(images: np.ndarray, change: ColourChange) -> np.ndarray:

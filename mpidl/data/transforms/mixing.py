@@ -106,29 +106,6 @@ class Mixing:
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
-    def draw(self, keys: SampleKeys, shape: tuple[int, ...]) -> MixPlan:
-        """Draw the plan that combines the images (C, H, W) of one block, at most 16."""
-        n, (height, width) = len(keys.indices), shape[1:]
-        order = np.argsort(keys.words(PARTNER, 1)[:, 0], kind="stable")
-        partners = np.empty(n, np.int64)
-        partners[order] = np.roll(order, -1)  # one cycle through all n images
-        u = draws.uniforms(keys, PURPOSE, 4 + 2 * ATTEMPTS)
-        cuts = (u[1] < 0.5) if self.mixup and self.cutmix else np.full(n, bool(self.cutmix))
-        alphas = self.mixup or self.cutmix, self.cutmix or self.mixup
-        weights = np.where(cuts, *(beta(alpha, u[4:]) for alpha in alphas[::-1]))
-        weights = np.where(u[0] < self.probability, weights, 1.0)
-        boxes = np.zeros((n, 4), np.int64)
-        side = np.sqrt(1 - weights)
-        for axis, (extent, place) in enumerate(((height, u[2]), (width, u[3]))):
-            half = np.floor(extent * side).astype(np.int64) / 2
-            centre = np.floor(extent * place)
-            first = np.clip(np.floor(centre - half), 0, extent)
-            stop = np.clip(np.floor(centre + half), 0, extent)
-            boxes[:, axis], boxes[:, 2 + axis] = first, stop - first
-        boxes *= cuts[:, None]
-        area = boxes[:, 2] * boxes[:, 3]
-        return MixPlan(partners, np.where(cuts, 1 - area / (height * width), weights), boxes)
-
     def apply(
         self,
         images: np.ndarray,
@@ -166,13 +143,37 @@ class Mixing:
         for first in range(0, len(images), LANES):
             block = slice(first, first + LANES)
             keys = SampleKeys(np.asarray(samples[block]), epoch, seed)
-            plan = self.draw(keys, images.shape[1:])
+            plan = draw(self, keys, images.shape[1:])
             _combine(images[block], out[block], plan)
             rows = np.arange(first, first + len(plan.partners))
             block_labels = np.asarray(labels[block])
             np.add.at(targets, (rows, block_labels), plan.weights)
             np.add.at(targets, (rows, block_labels[plan.partners]), 1 - plan.weights)
         return out, targets.astype(np.float32)
+
+
+def draw(mixing: Mixing, keys: SampleKeys, shape: tuple[int, ...]) -> MixPlan:
+    """Draw the plan that combines the images (C, H, W) of one block, at most 16."""
+    n, (height, width) = len(keys.indices), shape[1:]
+    order = np.argsort(keys.words(PARTNER, 1)[:, 0], kind="stable")
+    partners = np.empty(n, np.int64)
+    partners[order] = np.roll(order, -1)  # one cycle through all n images
+    u = draws.uniforms(keys, PURPOSE, 4 + 2 * ATTEMPTS)
+    cuts = (u[1] < 0.5) if mixing.mixup and mixing.cutmix else np.full(n, bool(mixing.cutmix))
+    alphas = mixing.mixup or mixing.cutmix, mixing.cutmix or mixing.mixup
+    weights = np.where(cuts, *(beta(alpha, u[4:]) for alpha in alphas[::-1]))
+    weights = np.where(u[0] < mixing.probability, weights, 1.0)
+    boxes = np.zeros((n, 4), np.int64)
+    side = np.sqrt(1 - weights)
+    for axis, (extent, place) in enumerate(((height, u[2]), (width, u[3]))):
+        half = np.floor(extent * side).astype(np.int64) / 2
+        centre = np.floor(extent * place)
+        first = np.clip(np.floor(centre - half), 0, extent)
+        stop = np.clip(np.floor(centre + half), 0, extent)
+        boxes[:, axis], boxes[:, 2 + axis] = first, stop - first
+    boxes *= cuts[:, None]
+    area = boxes[:, 2] * boxes[:, 3]
+    return MixPlan(partners, np.where(cuts, 1 - area / (height * width), weights), boxes)
 
 
 def beta(alpha: float, u: np.ndarray) -> np.ndarray:

@@ -140,96 +140,118 @@ class Movement(Augmentation):
             )
         return (shape[0], *window)
 
-    def fill_values(self, shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
-        """Return `fill` as one value per channel (C,); see `channel_values`."""
-        return channel_values("fill", self.fill, shape, dtype)
-
     def check_images(self, shape: Sequence[int], dtype: np.dtype) -> None:
         super().check_images(shape, dtype)
         self.image_shape(shape)
-        self.fill_values(shape, dtype)
+        channel_values("fill", self.fill, shape, dtype)
 
-    def draw(self, keys: SampleKeys, shape: Sequence[int]) -> TransformParameters:
-        """Draw the transformations of some images of `shape` (C, H, W)."""
-        u = draws.uniforms(keys, PURPOSE, DRAWS)
-        # The windows of `resized_crop` are drawn separately.
-        _, p, q = shape if self.crop is None else self.image_shape(shape)
+    def moves(self, keys: SampleKeys, shape: Sequence[int], dtype: np.dtype) -> dict[str, object]:
+        """Return keyword arguments for `Backend.images` that mirror, shift and crop images.
 
-        def uniform(low_high, u):
-            return draws.between(low_high[0], low_high[1], u)
+        Parameters
+        ----------
+        keys : SampleKeys
+            Keys of the random numbers.
+        shape, dtype
+            Shape (C, H, W) and type of the images.
 
-        def pixels(low_high, u):
-            low, high = (int(edge) for edge in low_high)
-            return low + np.floor((high - low + 1) * u).astype(np.int32)
-
-        scale = uniform(self.scale, u[3])
-        is_mirrored = u[:2] < 0.5
-        if self.alternating:
-            is_mirrored = draws.uniforms(keys._replace(epoch=0), ALTERNATE, 2) < 0.5
-            turns = keys.epoch, keys.epoch // 2 if self.reflect_x else keys.epoch
-            is_mirrored ^= np.array([[turns[0] % 2 == 1], [turns[1] % 2 == 1]])
-        return TransformParameters(
-            is_mirrored[0] & self.reflect_x,
-            is_mirrored[1] & self.reflect_y,
-            uniform(self.rotation, u[2]),
-            scale * uniform(self.scale_x, u[4]),
-            scale * uniform(self.scale_y, u[5]),
-            uniform(self.shear_x, u[6]),
-            uniform(self.shear_y, u[7]),
-            pixels(self.translate_x, u[8]),
-            pixels(self.translate_y, u[9]),
-            pixels((0, shape[1] - p), u[10]),
-            pixels((0, shape[2] - q), u[11]),
-        )
-
-    def moves(self, keys: SampleKeys, shape: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return keyword arguments for `Backend.images` that mirror, shift and crop images, if
-        `only_moves` is True: int32 (n,) each. "mirrored" is 1 for left to right, 2 for top to
-        bottom, 3 for both and 0 for neither. "top" and "left" are where the result starts.
+        Returns
+        -------
+        dict
+            "size", "mirrored", "top", "left" and "fill". Only valid if `only_moves` is True.
         """
-        d = self.draw(keys, shape)
-        return {
-            "mirrored": (d.reflect_x + 2 * d.reflect_y).astype(np.int32),
-            "top": d.top - d.translate_y,
-            "left": d.left - d.translate_x,
+        fill = channel_values("fill", self.fill, shape, dtype)
+        moves: dict[str, object] = {
+            "size": self.image_shape(shape)[1:],
+            **_moves(self, keys, shape),
         }
-
-    def affine_maps(self, keys: SampleKeys, shape: Sequence[int]) -> np.ndarray:
-        """Return the maps (n, 6) for `Backend.warp`, float64, from coordinates in the result to
-        coordinates in the image.
-        """
-        d = self.draw(keys, shape)
-        # Forward map, with (x, y) measured from the centre: shear * scale * rotation * reflection,
-        # then the shift. `draws` computes sine and cosine with the same bits on all processors.
-        sine, cosine = draws.sine_cosine(d.rotation)
-        across, down = draws.tangent(d.shear_x), draws.tangent(d.shear_y)
-        fx, fy = 1.0 - 2.0 * d.reflect_x, 1.0 - 2.0 * d.reflect_y
-        a, b = d.scale_x * (cosine * fx), d.scale_x * (-sine * fy)
-        c, e = d.scale_y * (sine * fx), d.scale_y * (cosine * fy)
-        # Both shears use the scaled coordinates: x moves in proportion to y, and y to x.
-        a, b, c, e = a + across * c, b + across * e, c + down * a, e + down * b
-        determinant = a * e - b * c
-        m0, m1, m3, m4 = e / determinant, -b / determinant, -c / determinant, a / determinant
-        # Column q of the result has x = q + left - shift - centre in the transformed image.
-        cx, cy = (shape[2] - 1) / 2, (shape[1] - 1) / 2
-        x, y = d.left - d.translate_x - cx, d.top - d.translate_y - cy
-        return np.stack([m0, m1, m0 * x + m1 * y + cx, m3, m4, m3 * x + m4 * y + cy], axis=1)
+        return {**moves, "fill": fill if fill.any() else None}
 
     def augmented(self, images: np.ndarray, keys: SampleKeys) -> np.ndarray:
         images = super().augmented(images, keys)
-        return self.moved(images, keys, self.fill_values(images.shape[1:], images.dtype))
+        fill = channel_values("fill", self.fill, images.shape[1:], images.dtype)
+        return self._moved(images, keys, fill)
 
-    def moved(self, images: np.ndarray, keys: SampleKeys, fill: np.ndarray) -> np.ndarray:
+    def _moved(self, images, keys, fill):
         """Move the pixels of images, or of label maps (n, C, H, W) if they are int32."""
         shape, is_labels = images.shape[1:], images.dtype == np.int32
         size = shape[1:] if self.resized_crop else self.image_shape(shape)[1:]
         if self.warps:
             warp = nearest_warp if is_labels else backends.of_type(np.float32).warp
-            images = warp(images, self.affine_maps(keys, shape), size, fill)
+            images = warp(images, affine_maps(self, keys, shape), size, fill)
         else:
-            images = moved_windows(images, size, fill=fill, **self.moves(keys, shape))
+            images = moved_windows(images, size, fill=fill, **_moves(self, keys, shape))
         if self.resized_crop is not None:
             self.image_shape(shape)  # raises UserError
             places = resized_crop.windows(keys, size, self.crop_area, self.crop_aspect)
             images = resized_crop.resized(images, places, self.resized_crop, is_labels)
         return images
+
+
+def draw(movement: Movement, keys: SampleKeys, shape: Sequence[int]) -> TransformParameters:
+    """Draw the transformations of some images of `shape` (C, H, W)."""
+    u = draws.uniforms(keys, PURPOSE, DRAWS)
+    # The windows of `resized_crop` are drawn separately.
+    _, p, q = shape if movement.crop is None else movement.image_shape(shape)
+
+    def uniform(low_high, u):
+        return draws.between(low_high[0], low_high[1], u)
+
+    def pixels(low_high, u):
+        low, high = (int(edge) for edge in low_high)
+        return low + np.floor((high - low + 1) * u).astype(np.int32)
+
+    scale = uniform(movement.scale, u[3])
+    is_mirrored = u[:2] < 0.5
+    if movement.alternating:
+        is_mirrored = draws.uniforms(keys._replace(epoch=0), ALTERNATE, 2) < 0.5
+        turns = keys.epoch, keys.epoch // 2 if movement.reflect_x else keys.epoch
+        is_mirrored ^= np.array([[turns[0] % 2 == 1], [turns[1] % 2 == 1]])
+    return TransformParameters(
+        is_mirrored[0] & movement.reflect_x,
+        is_mirrored[1] & movement.reflect_y,
+        uniform(movement.rotation, u[2]),
+        scale * uniform(movement.scale_x, u[4]),
+        scale * uniform(movement.scale_y, u[5]),
+        uniform(movement.shear_x, u[6]),
+        uniform(movement.shear_y, u[7]),
+        pixels(movement.translate_x, u[8]),
+        pixels(movement.translate_y, u[9]),
+        pixels((0, shape[1] - p), u[10]),
+        pixels((0, shape[2] - q), u[11]),
+    )
+
+
+def _moves(movement, keys, shape):
+    """Return how images are mirrored, shifted and cropped, int32 (n,) each. "mirrored" is 1 for
+    left to right, 2 for top to bottom, 3 for both and 0 for neither. "top" and "left" are where the
+    result starts.
+    """
+    d = draw(movement, keys, shape)
+    return {
+        "mirrored": (d.reflect_x + 2 * d.reflect_y).astype(np.int32),
+        "top": d.top - d.translate_y,
+        "left": d.left - d.translate_x,
+    }
+
+
+def affine_maps(movement: Movement, keys: SampleKeys, shape: Sequence[int]) -> np.ndarray:
+    """Return the maps (n, 6) for `Backend.warp`, float64, from coordinates in the result to
+    coordinates in the image.
+    """
+    d = draw(movement, keys, shape)
+    # Forward map, with (x, y) measured from the centre: shear * scale * rotation * reflection,
+    # then the shift. `draws` computes sine and cosine with the same bits on all processors.
+    sine, cosine = draws.sine_cosine(d.rotation)
+    across, down = draws.tangent(d.shear_x), draws.tangent(d.shear_y)
+    fx, fy = 1.0 - 2.0 * d.reflect_x, 1.0 - 2.0 * d.reflect_y
+    a, b = d.scale_x * (cosine * fx), d.scale_x * (-sine * fy)
+    c, e = d.scale_y * (sine * fx), d.scale_y * (cosine * fy)
+    # Both shears use the scaled coordinates: x moves in proportion to y, and y to x.
+    a, b, c, e = a + across * c, b + across * e, c + down * a, e + down * b
+    determinant = a * e - b * c
+    m0, m1, m3, m4 = e / determinant, -b / determinant, -c / determinant, a / determinant
+    # Column q of the result has x = q + left - shift - centre in the transformed image.
+    cx, cy = (shape[2] - 1) / 2, (shape[1] - 1) / 2
+    x, y = d.left - d.translate_x - cx, d.top - d.translate_y - cy
+    return np.stack([m0, m1, m0 * x + m1 * y + cx, m3, m4, m3 * x + m4 * y + cy], axis=1)

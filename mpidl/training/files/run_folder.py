@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import glob
 import os
 import shutil
 import time
@@ -19,7 +18,6 @@ from mpidl.errors import LostLock, NotFinite, UserError
 from mpidl.files import call_together, on_rank_0, reason
 from mpidl.ranks import hang_report
 from mpidl.report import Metrics, history, metrics, status
-from mpidl.report.trackers import tracking
 from mpidl.training.audit import audit
 from mpidl.training.files import checkpoint, lock_file
 from mpidl.training.files.background import BackgroundWriter
@@ -29,13 +27,12 @@ from mpidl.training.progress import Position
 if TYPE_CHECKING:
     from mpidl.ranks.world import World
 
-BAD_IMAGES, CONFUSION, TENSORBOARD = "bad-images.csv", "confusion.csv", "tensorboard"
+BAD_IMAGES, CONFUSION = "bad-images.csv", "confusion.csv"
 CLASS_METRICS, TIMELINE = "class-metrics.csv", "timeline.json.gz"
-EVENT_FILES = "events.out.tfevents.*"  # in the folder TENSORBOARD
 # A folder with one of these files belongs to a run.
 MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, history.FILE, status.NAME)
-# Files of an earlier run that a new run in the same folder removes, in addition to event files.
-# The list does not include the lock, because the new run holds it.
+# Files of an earlier run that a new run in the same folder removes, in addition to those of
+# trackers. The list does not include the lock, because the new run holds it.
 RESULTS = (
     checkpoint.CURRENT,
     checkpoint.PREVIOUS,
@@ -50,9 +47,7 @@ RESULTS = (
     status.NAME,
     "summary.json",
     TIMELINE,
-    tracking.IDENTITIES,
 )
-COPIED = (history.FILE, TENSORBOARD)  # copied if a run is resumed in a different folder
 RECORD = ("kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds")
 RECORD += ("accuracy",)  # the arguments of `RunWriter.record`
 # Before it writes a record, a run checks its lock if the last check is older than this time. Only a
@@ -94,7 +89,7 @@ def make_folder(out: str, resumed: str | None = None) -> None:
     """Create the folder for a run's files, and remove the files of an earlier run.
 
     If `out` is the folder of the resumed run, nothing is removed. If a run is resumed in another
-    folder, its metrics.jsonl and its event files for TensorBoard are copied to `out`. Files that
+    folder, its metrics.jsonl and the files that trackers continue are copied to `out`. Files that
     were not written by a run are kept.
 
     Raises
@@ -111,7 +106,9 @@ def make_folder(out: str, resumed: str | None = None) -> None:
             raise IsADirectoryError(errno.EISDIR, f"{path}: expected a file, found a folder")
     if any(os.path.lexists(os.path.join(out, name)) for name in MARKS):
         _remove_run(out, paths)
-    for name in COPIED if resumed is not None else ():
+    if resumed is None:
+        return
+    for name in (history.FILE, *(name for tracker in _trackers() for name in tracker.copied)):
         source, target = os.path.join(resumed, name), os.path.join(out, name)
         if os.path.isdir(source):
             shutil.copytree(source, target, dirs_exist_ok=True)
@@ -119,25 +116,27 @@ def make_folder(out: str, resumed: str | None = None) -> None:
             shutil.copyfile(source, target)
 
 
-def _wandb_parts(out):
-    """Return the folders that the run wrote for Weights & Biases, without those of other runs."""
-    run_id = str(tracking.identity(out, "wandb").get("run_id", ""))
-    pattern = os.path.join(glob.escape(os.fspath(out)), "wandb", f"offline-run-*-{run_id}")
-    return glob.glob(pattern) if run_id.isalnum() else []
+def _trackers():
+    """Return the classes of all trackers, whose wing may be missing."""
+    try:
+        from mpidl.trackers import load, names
+    except ModuleNotFoundError:
+        return []
+    return [load(name) for name in names()]
 
 
 def _remove_run(out, paths):
-    """Remove the files of a run, including files for trackers; keep folders with other files."""
-    events = os.path.join(out, TENSORBOARD)
-    if not os.path.islink(events):
-        paths = [*paths, *glob.glob(os.path.join(glob.escape(events), EVENT_FILES))]
-    for folder in _wandb_parts(out):
-        shutil.rmtree(folder)
-    for path in paths:
+    """Remove the files of a run, including files of trackers; keep folders with other files."""
+    out = os.fspath(out)
+    tracked = [path for tracker in _trackers() for path in tracker.written(out)]
+    for path in [*paths, *tracked]:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-    with contextlib.suppress(OSError):  # the folder does not exist, or contains other files
-        os.rmdir(events)
+    for folder in {os.path.dirname(path) for path in tracked} - {out}:
+        with contextlib.suppress(OSError):  # the folder contains other files
+            os.rmdir(folder)
 
 
 def _is_same_folder(out, resumed):

@@ -11,6 +11,7 @@ from mpidl.options.declaration import (
     option,
     options_class,
     positive,
+    text_or_none,
 )
 
 
@@ -180,6 +181,11 @@ class OutputOptions:
         "Write event files for TensorBoard to the results folder, with curves, augmented images, "
         "the confusion matrix, and histograms of weights and gradients",
         default="off",
+    )
+    track: str | None = option(
+        text_or_none("NAME,NAME=TEXT,..."),
+        "Record the run with these trackers, such as tensorboard or mlflow=mlruns",
+        default=None,
     )
     seed: int = option(
         Rule(int, "between 0 and 2**63 - 1", 0, 2**63 - 1),

@@ -10,8 +10,9 @@ from image_sets import pixels_of, refusal
 import mpidl as dl
 from mpidl import backends
 from mpidl.core import keyed
+from mpidl.data.transforms.augmentation import channel_values
 from mpidl.data.transforms.draws import SampleKeys, sine_cosine
-from mpidl.data.transforms.movement import PURPOSE
+from mpidl.data.transforms.movement import PURPOSE, affine_maps, draw
 from mpidl.training import input_pipeline
 
 FULL = {
@@ -119,8 +120,8 @@ def test_shifts_in_the_blocks_equal_the_affine_map(kind):
     queue = dl.MinibatchQueue(store, 40, seed=3, augmenter=augmenter)
     for images, _ in queue.epoch(2):
         indices = images.batch.indices
-        pixels, fill = store.read(indices), augmenter.fill_values(SHAPE, kind)
-        maps = augmenter.affine_maps(SampleKeys(indices, 2, 3), SHAPE)
+        pixels, fill = store.read(indices), channel_values("fill", 77, SHAPE, kind)
+        maps = affine_maps(augmenter, SampleKeys(indices, 2, 3), SHAPE)
         mapped = backends.of_type(np.float32).warp(pixels, maps, augmenter.crop, fill)
         assert np.array_equal(augmenter.apply(pixels, indices, epoch=2, seed=3), mapped)
         expected = mapped / np.float32(255) if kind == np.uint8 else mapped
@@ -131,7 +132,7 @@ def test_shifts_in_the_blocks_equal_the_affine_map(kind):
 def test_drawn_numbers_are_uniform_and_keyed():
     n = 4000
     augmenter = dl.Augmenter(**FULL, crop=(17, 24))
-    drawn = augmenter.draw(SampleKeys(np.arange(n), 2, 1), SHAPE)
+    drawn = draw(augmenter, SampleKeys(np.arange(n), 2, 1), SHAPE)
     for name in ("reflect_x", "reflect_y"):
         assert abs(getattr(drawn, name).mean() - 0.5) < 0.04
     for name in ("rotation", "shear_x", "shear_y"):
@@ -147,10 +148,10 @@ def test_drawn_numbers_are_uniform_and_keyed():
         assert (abs(counts - n / len(values)) < 5 * np.sqrt(n / len(values)) + 1).all()
     # an image's numbers do not depend on the other images, but on epoch and seed
     order = np.array([17, 3, 3999])
-    for few, numbers in zip(augmenter.draw(SampleKeys(order, 2, 1), SHAPE), drawn, strict=True):
+    for few, numbers in zip(draw(augmenter, SampleKeys(order, 2, 1), SHAPE), drawn, strict=True):
         assert np.array_equal(few, numbers[order])
     for seed, epoch in ((1, 3), (2, 2)):
-        other = augmenter.draw(SampleKeys(np.arange(n), epoch, seed), SHAPE)
+        other = draw(augmenter, SampleKeys(np.arange(n), epoch, seed), SHAPE)
         assert abs(np.corrcoef(other.rotation, drawn.rotation)[0, 1]) < 0.06
     for name in ("rotation", "scale_x", "shear_x", "translate_x"):
         correlation = np.corrcoef(drawn.reflect_x, getattr(drawn, name))[0, 1]
@@ -163,7 +164,7 @@ def test_alternating_flips():
     for directions in ("x", "y", "xy"):
         flips = {f"reflect_{direction}": True for direction in directions}
         augmenter = dl.Augmenter(**flips, alternating=True)
-        drawn = [augmenter.draw(SampleKeys(indices, epoch, 4), SHAPE) for epoch in range(1, 9)]
+        drawn = [draw(augmenter, SampleKeys(indices, epoch, 4), SHAPE) for epoch in range(1, 9)]
         for direction in "xy":
             mirrored = np.array([getattr(d, f"reflect_{direction}") for d in drawn])
             if direction not in directions:
@@ -178,7 +179,7 @@ def test_alternating_flips():
                 four = np.sort(states[start : start + 4], axis=0)
                 assert (four == np.arange(4)[:, None]).all()
     random = dl.Augmenter(reflect_x=True)
-    drawn = [random.draw(SampleKeys(indices, epoch, 4), SHAPE).reflect_x for epoch in (1, 2)]
+    drawn = [draw(random, SampleKeys(indices, epoch, 4), SHAPE).reflect_x for epoch in (1, 2)]
     assert 0.4 < (drawn[0] ^ drawn[1]).mean() < 0.6
 
 

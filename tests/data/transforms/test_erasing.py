@@ -6,6 +6,7 @@ from image_sets import pixels_of, refusal
 
 import mpidl as dl
 from mpidl.core import keyed
+from mpidl.data.transforms import erasing
 from mpidl.data.transforms.draws import SampleKeys
 
 AREA, ASPECT = (0.1, 0.3), (0.5, 2.0)
@@ -13,7 +14,7 @@ AREA, ASPECT = (0.1, 0.3), (0.5, 2.0)
 
 def rectangles(n, epoch=2, probability=0.4):
     augmenter = dl.Augmenter(erase=probability, erase_area=AREA, erase_aspect=ASPECT)
-    return augmenter.rectangles(SampleKeys(np.arange(n), epoch, 1), (30, 50))
+    return erasing.rectangles(augmenter, SampleKeys(np.arange(n), epoch, 1), (30, 50))
 
 
 def test_rectangles_have_the_probability_area_and_ratio():
@@ -38,7 +39,7 @@ def test_rectangles_are_replaced(kind, value):
     images, indices = pixels_of(0, 9, 3, 30, 50).astype(kind), np.arange(4, 13)
     augmenter = dl.Augmenter(erase=1, erase_area=AREA, erase_aspect=ASPECT, erase_value=value)
     results = augmenter.apply(images, indices, epoch=5, seed=3)
-    boxes = augmenter.rectangles(SampleKeys(indices, 5, 3), (30, 50))
+    boxes = erasing.rectangles(augmenter, SampleKeys(indices, 5, 3), (30, 50))
     for i, (top, left, height, width) in enumerate(boxes.tolist()):
         inside = np.zeros((30, 50), bool)
         inside[top : top + height, left : left + width] = True

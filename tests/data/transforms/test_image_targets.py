@@ -8,6 +8,7 @@ from image_sets import pixels_of, refusal
 
 import mpidl as dl
 from mpidl.data.transforms.draws import SampleKeys
+from mpidl.data.transforms.movement import affine_maps
 
 MOVED = {"reflect_x": True, "reflect_y": True, "translate_x": 3, "translate_y": (-2, 4)}
 WARPED = {**MOVED, "rotation": 40, "scale": (0.7, 1.3), "shear_x": 10}
@@ -70,7 +71,7 @@ def test_labels_against_a_plain_loop():
     labels = pixels_of(3, 6, 1, 18, 21)[:, 0].astype(np.int32)
     augmenter = dl.Augmenter(**CROPPED, target_fill=-7)
     targets = augmenter.apply_to_targets(labels, np.arange(6), epoch=2, seed=9)
-    maps = augmenter.affine_maps(SampleKeys(np.arange(6), 2, 9), (1, 18, 21))
+    maps = affine_maps(augmenter, SampleKeys(np.arange(6), 2, 9), (1, 18, 21))
     outside = 0
     for label, m, target in zip(labels, maps, targets, strict=True):
         for p, q in np.ndindex(12, 15):

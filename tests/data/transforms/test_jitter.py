@@ -8,6 +8,7 @@ from image_sets import pixels_of, refusal
 from PIL import Image, ImageEnhance
 
 import mpidl as dl
+from mpidl.data.transforms import jitter
 from mpidl.data.transforms.draws import SampleKeys
 from mpidl.data.transforms.jitter import ColourChange, jittered
 
@@ -41,7 +42,7 @@ def test_against_float64_and_colorsys(kind):
     images[1] = 0
     images = images if kind == np.uint8 else images / np.float32(255)
     results = augmenter.apply(images, INDICES, epoch=3, seed=2)
-    changes = augmenter.colours(SampleKeys(INDICES, 3, 2))
+    changes = jitter.draw(augmenter, SampleKeys(INDICES, 3, 2))
     scale = 255 if kind == np.uint8 else 1
     for i, result in enumerate(results):
         expected = scale * reference(images[i] / scale, *(values[i] for values in changes))
@@ -79,16 +80,16 @@ def test_no_change_is_exact():
 def test_drawn_changes_are_uniform_and_keyed():
     augmenter = dl.Augmenter(brightness=0.4, contrast=3, saturation=(0.5, 0.7), hue=0.1)
     assert augmenter.contrast == (0, 4) and augmenter.hue == (-0.1, 0.1)
-    drawn = augmenter.colours(SampleKeys(np.arange(4000), 2, 1))
+    drawn = jitter.draw(augmenter, SampleKeys(np.arange(4000), 2, 1))
     for values, (low, high) in zip(
         drawn, ((0.6, 1.4), (0, 4), (0.5, 0.7), (-0.1, 0.1)), strict=True
     ):
         uniform = low + (high - low) * np.linspace(0, 1, 4000)
         assert abs(np.sort(values) - uniform).max() < 0.05 * (high - low)
-    single = augmenter.colours(SampleKeys(np.array([77]), 2, 1))
+    single = jitter.draw(augmenter, SampleKeys(np.array([77]), 2, 1))
     assert [v[0] for v in single] == [v[77] for v in drawn]
     assert abs(np.corrcoef(np.array(drawn))[np.triu_indices(4, 1)]).max() < 0.06
-    other = augmenter.colours(SampleKeys(np.arange(4000), 3, 1))
+    other = jitter.draw(augmenter, SampleKeys(np.arange(4000), 3, 1))
     assert abs(np.corrcoef(other.hue, drawn.hue)[0, 1]) < 0.06
 
 

@@ -12,7 +12,7 @@ import mpidl as dl
 from mpidl import losses
 from mpidl.data.transforms import draws
 from mpidl.data.transforms.draws import SampleKeys
-from mpidl.data.transforms.mixing import Mixing, beta
+from mpidl.data.transforms.mixing import Mixing, beta, draw
 from mpidl.training import input_pipeline
 
 SHAPE = (3, 12, 15)
@@ -40,19 +40,18 @@ def test_weights_have_the_beta_distribution(alpha):
 def test_partners_are_others_of_the_block():
     mixing, counts = Mixing(mixup=1.0), np.zeros((16, 16), int)
     for epoch in range(1, 400):
-        partners = mixing.draw(SampleKeys(np.arange(16), epoch, 0), SHAPE).partners
+        partners = draw(mixing, SampleKeys(np.arange(16), epoch, 0), SHAPE).partners
         assert sorted(partners) == list(range(16)) and (partners != np.arange(16)).all()
         counts[np.arange(16), partners] += 1
     pairs = counts[~np.eye(16, dtype=bool)]
     assert pairs.min() > 8 and pairs.max() < 55  # 26.6 on average
-    assert mixing.draw(SampleKeys(np.arange(1), 1, 0), SHAPE).partners.tolist() == [0]
+    assert draw(mixing, SampleKeys(np.arange(1), 1, 0), SHAPE).partners.tolist() == [0]
 
 
 def test_rectangles_and_weights():
     mixing = Mixing(mixup=0.5, cutmix=1.0, probability=0.75)
-    plans = [
-        mixing.draw(SampleKeys(np.arange(i, i + 16), 1, 2), (1, 40, 50)) for i in range(0, 8000, 16)
-    ]
+    blocks = np.arange(8000).reshape(-1, 16)
+    plans = [draw(mixing, SampleKeys(block, 1, 2), (1, 40, 50)) for block in blocks]
     weights = np.concatenate([plan.weights for plan in plans])
     boxes = np.concatenate([plan.boxes for plan in plans])
     area = boxes[:, 2] * boxes[:, 3]
@@ -69,7 +68,7 @@ def test_rectangles_and_weights():
 
 def plain(images, labels, samples, mixing, epoch, seed):
     """Combine the images of one block in float64, pixel by pixel."""
-    plan = mixing.draw(SampleKeys(samples, epoch, seed), images.shape[1:])
+    plan = draw(mixing, SampleKeys(samples, epoch, seed), images.shape[1:])
     out, targets = images.astype(np.float64), np.zeros((len(images), 5))
     for i, (j, w, (top, left, height, width)) in enumerate(zip(*plan, strict=True)):
         for p, q in np.ndindex(images.shape[2:]):
@@ -132,7 +131,7 @@ def test_loss_and_accuracy_are_those_of_two_labels(world):
     order, expected_loss, expected_correct = queue.order(1), 0.0, 0.0
     for first in range(0, 40, 16):
         samples = order[first : first + 16]
-        plan = mixing.draw(SampleKeys(samples, 1, 3), SHAPE)
+        plan = draw(mixing, SampleKeys(samples, 1, 3), SHAPE)
         a = store.labels[samples]
         for i, w in enumerate(plan.weights):
             for label, weight in ((a[i], w), (a[plan.partners[i]], 1 - w)):

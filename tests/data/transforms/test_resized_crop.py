@@ -7,6 +7,7 @@ from image_sets import pixels_of, refusal
 import mpidl as dl
 from mpidl.data.transforms import resized_crop
 from mpidl.data.transforms.draws import SampleKeys
+from mpidl.data.transforms.movement import draw
 
 RANGES = {"resized_crop": (12, 9), "crop_area": (0.2, 1.0), "crop_aspect": (0.5, 2.0)}
 SIZE = (12, 9)
@@ -27,7 +28,7 @@ def test_against_a_triangle_filter(kind):
     images, indices = pixels_of(2, 15, 3, 31, 40).astype(kind), np.arange(7, 22)
     augmenter = dl.Augmenter(reflect_x=True, alternating=True, **RANGES)
     results = augmenter.apply(images, indices, epoch=4, seed=6)
-    mirrored = augmenter.draw(SampleKeys(indices, 4, 6), (3, 31, 40)).reflect_x
+    mirrored = draw(augmenter, SampleKeys(indices, 4, 6), (3, 31, 40)).reflect_x
     assert 0 < mirrored.sum() < 15
     areas = augmenter.crop_area, augmenter.crop_aspect
     places = resized_crop.windows(SampleKeys(indices, 4, 6), (31, 40), *areas)

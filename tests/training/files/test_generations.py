@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpidl as dl
-from mpidl.cli import arguments, verify
+from mpidl.cli import verify
 from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.training.files import checkpoint, generations, model_file
@@ -95,9 +95,9 @@ def test_the_arrays_of_a_file_are_in_the_order_of_the_network(name, tmp_path):
 
 
 def test_a_run_is_the_only_argument():
-    assert arguments.verify(["runs/a"]).run == "runs/a"
-    assert arguments.verify([]).run is None and arguments.verify([]).ranks == [1, 2, 3, 4]
+    assert verify.parse(["runs/a"]).run == "runs/a"
+    assert verify.parse([]).run is None and verify.parse([]).ranks == [1, 2, 3, 4]
     with pytest.raises(UserError, match="^--ranks: expected no RUN with it, found runs/a$"):
-        arguments.verify(["runs/a", "--ranks", "2"])
+        verify.parse(["runs/a", "--ranks", "2"])
     with pytest.raises(UserError, match="^--seed: expected no RUN with it, found runs/a$"):
-        arguments.verify(["runs/a", "--seed", "2"])
+        verify.parse(["runs/a", "--seed", "2"])

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from mpidl.cli import arguments, start
+from mpidl.cli import arguments, info, predict, start, verify
 from mpidl.data import ArrayDatastore
 from mpidl.errors import UserError
 from mpidl.training.files import resume_changes
@@ -365,27 +365,27 @@ def test_wrong_command_lines_are_refused(line, text):
 
 
 def test_the_other_commands():
-    options = arguments.predict("--model m.h5 --data x --batch-size 7".split())
+    options = predict.parse("--model m.h5 --data x --batch-size 7".split())
     assert (options.model, options.data, options.out, options.batch_size) == ("m.h5", "x", None, 7)
-    assert "--model" in refused(arguments.predict, [])
-    options = arguments.verify("--ranks 1,3 --seed 4".split())
+    assert "--model" in refused(predict.parse, [])
+    options = verify.parse("--ranks 1,3 --seed 4".split())
     assert options.ranks == [1, 3] and options.options == {"seed": 4, "max_iterations": 5}
-    assert "--ranks must be" in refused(arguments.verify, ["--ranks", "1,x"])
-    assert set(vars(arguments.info([])).values()) == {None}
-    assert refused(arguments.info, ["--data", "a.h5"]) == "unknown option --data"
+    assert "--ranks must be" in refused(verify.parse, ["--ranks", "1,x"])
+    assert set(vars(info.parse([])).values()) == {None}
+    assert refused(info.parse, ["--data", "a.h5"]) == "unknown option --data"
     both = ["--model", "a.h5", "--network", "digits"]
-    assert refused(arguments.info, both).startswith("--model and --network: expected at most")
+    assert refused(info.parse, both).startswith("--model and --network: expected at most")
     for words in (["--layers", "a.py"], ["--classes", "3", "--model", "a.h5"]):
-        assert f"{words[0]}: expected --" in refused(arguments.info, words)
-    assert arguments.info(["--model", "a.onnx", "--batch-size", "8"]).batch_size == 8
-    assert arguments.info(["--json"]).json and arguments.info(["--threads", "3"]).threads == 3
+        assert f"{words[0]}: expected --" in refused(info.parse, words)
+    assert info.parse(["--model", "a.onnx", "--batch-size", "8"]).batch_size == 8
+    assert info.parse(["--json"]).json and info.parse(["--threads", "3"]).threads == 3
     for words in (["--json"], ["--threads", "3"]):
         text = f"{words[0]}: expected neither --network nor --model with it"
-        assert refused(arguments.info, [*words, "--network", "digits"]) == text
-    options = arguments.info("--network alexnet --input-shape 3,227,227 --classes 5".split())
+        assert refused(info.parse, [*words, "--network", "digits"]) == text
+    options = info.parse("--network alexnet --input-shape 3,227,227 --classes 5".split())
     assert (options.network, options.input_shape, options.classes) == ("alexnet", (3, 227, 227), 5)
-    assert "such as 3,227,227" in refused(arguments.info, "--network x --input-shape 3,8".split())
-    assert "expected --network NAME with it" in refused(arguments.info, ["--classes", "5"])
+    assert "such as 3,227,227" in refused(info.parse, "--network x --input-shape 3,8".split())
+    assert "expected --network NAME with it" in refused(info.parse, ["--classes", "5"])
 
 
 def test_help_names_every_option_on_one_rank_only(capsys):

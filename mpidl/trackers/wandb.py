@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import os
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpidl.report.trackers.tracking import FINISHED, Histogram, Tracker, identity, remember, writing
+from mpidl.errors import UserError
+from mpidl.report.status import FINISHED
+from mpidl.trackers.base import Tracker, folder_of_run, name_of_run
+from mpidl.trackers.records import IDENTITIES, Histogram, identity, need, remember, writing
+
+if TYPE_CHECKING:
+    from mpidl.training.trainer import Trainer
 
 SETTINGS = {
     "WANDB_ERROR_REPORTING": "false",
@@ -16,32 +23,67 @@ SETTINGS = {
 }
 
 
-class WandbRun(Tracker):
-    """An offline run of Weights & Biases, in the subfolder wandb of `folder`.
+class WandbHook(Tracker):
+    """Records a run for Weights & Biases offline; ``wandb sync`` can upload the record later.
 
-    The results folder of the run identifies the record that a resumed run continues. Raises
-    UserError if the folder cannot be written.
+    Parameters
+    ----------
+    project : str
+        Name of the project.
+    name : str, optional
+        Name of the run. The default is the name of the run's folder.
+    folder : path, optional
+        Folder in which the subfolder "wandb" is created. The default is the folder of the run.
+
+    Raises
+    ------
+    UserError
+        If wandb is not installed.
     """
 
     def __init__(
-        self, folder: str, project: str, name: str, run_folder: str | None, is_resumed: bool
-    ):
+        self,
+        project: str = "mpidl",
+        name: str | None = None,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if not project:
+            raise UserError("--wandb: expected the name of a project, found an empty name")
+        need("wandb", "wandb")
+        self.project, self.name, self.folder = project, name, folder
+
+    @classmethod
+    def written(cls, folder: str) -> list[str]:
+        """Return the folders that a run has written, and the file that identifies them."""
+        run_id = str(identity(folder, "wandb").get("run_id", ""))
+        pattern = os.path.join(glob.escape(folder), "wandb", f"offline-run-*-{run_id}")
+        parts = glob.glob(pattern) if run_id.isalnum() else []
+        return [*parts, os.path.join(folder, IDENTITIES)]
+
+    def open(self, trainer: Trainer) -> None:
+        """Create an offline run, or continue the stored run if the training is resumed.
+
+        The results folder of the run identifies the record that a resumed run continues.
+        """
         os.environ.update({key: os.environ.get(key, text) for key, text in SETTINGS.items()})
         import wandb
 
-        self.folder, self.run_folder, self._wandb = folder, run_folder, wandb
-        facts = identity(run_folder, "wandb") if is_resumed else {}
+        self._wandb, self._run_folder = wandb, trainer.writer.out
+        folder = folder_of_run(trainer, "--wandb") if self.folder is None else self.folder
+        self._parts = os.path.join(os.path.abspath(folder), "wandb")
+        facts = identity(self._run_folder, "wandb") if trainer.position.iteration else {}
         self.run_id: str = facts.get("run_id") or uuid.uuid4().hex[:8]
         # The last recorded iteration of each name. A resumed run does not record iterations again.
         self._steps: dict[str, int] = dict(facts.get("steps", {}))
         with self._writing():
-            os.makedirs(os.path.join(folder, "wandb"), exist_ok=True)
+            os.makedirs(self._parts, exist_ok=True)
             self._run = wandb.init(
-                project=project,
-                name=name,
+                project=self.project,
+                name=self.name or name_of_run(self._run_folder),
                 id=self.run_id,
                 resume="allow",
-                dir=folder,
+                dir=os.path.dirname(self._parts),
                 mode="offline",
                 settings=wandb.Settings(
                     console="off",
@@ -52,7 +94,7 @@ class WandbRun(Tracker):
                     x_disable_machine_info=True,
                 ),
             )
-        self._remember()
+        self.flush()
 
     def parameters(self, values: Mapping[str, Any]) -> None:
         """Record the options."""
@@ -82,11 +124,11 @@ class WandbRun(Tracker):
 
     def flush(self) -> None:
         """Store the last iterations, from which a resumed run continues."""
-        self._remember()
+        remember(self._run_folder, "wandb", {"run_id": self.run_id, "steps": self._steps})
 
     def close(self, state: str = FINISHED) -> None:
         """End the record. Its exit code is 0 if the run has finished."""
-        self._remember()
+        self.flush()
         with self._writing():
             self._run.finish(exit_code=int(state != FINISHED))
 
@@ -97,11 +139,7 @@ class WandbRun(Tracker):
                 self._run.log(values, step=step)
             self._steps |= dict.fromkeys(values, step)
 
-    def _remember(self):
-        facts = {"run_id": self.run_id, "steps": self._steps}
-        remember(self.run_folder, "wandb", facts)
-
     def _writing(self):
         # Weights & Biases raises its own errors, and errors of the sockets that connect to its
         # process.
-        return writing(os.path.join(self.folder, "wandb"), self._wandb.Error, RuntimeError)
+        return writing(self._parts, self._wandb.Error, RuntimeError)

@@ -1,8 +1,4 @@
-"""The base of the trackers, which write a run's numbers to the files of another library.
-
-`tensorboard_files`, `mlflow_store` and `wandb_run` define one tracker each. Only rank 0 uses
-trackers, and each tracker imports its library when it is created.
-"""
+"""What trackers share: histograms, names of numbers, and the facts that a resumed run needs."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ GROUPS = {name: name for name in ("epoch", "validation", "final_validation")} | 
 }
 NUMBERS = ("loss", "accuracy", "learning_rate", "images_per_second")
 BUCKETS = 64  # buckets of a histogram
-FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"  # states at the end of a run
 IDENTITIES = "tracking.json"  # the file that a resumed run reads to continue the same records
 
 
@@ -54,34 +49,6 @@ def histogram(values: np.ndarray) -> Histogram:
     return Histogram(counts, edges, float(flat.sum(dtype=np.float64)), squares)
 
 
-class Tracker:
-    """Base class of trackers. Its methods ignore the records that a tracker does not support.
-
-    All methods may raise UserError if a file cannot be written.
-    """
-
-    def parameters(self, values: Mapping[str, Any]) -> None:
-        """Record the options of the run."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Record numbers of an iteration, such as {"train/loss": 0.5}."""
-
-    def picture(self, name: str, step: int, png: bytes) -> None:
-        """Record a picture."""
-
-    def histogram(self, name: str, step: int, values: Histogram) -> None:
-        """Record the distribution of an array's values."""
-
-    def file(self, path: str) -> None:
-        """Record a file of the run."""
-
-    def flush(self) -> None:
-        """Write the records so far; the hook calls this method before each checkpoint."""
-
-    def close(self, state: str = FINISHED) -> None:
-        """Write all records, and end the run in the state `FINISHED`, `STOPPED` or `FAILED`."""
-
-
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record under their names, such as {"train/loss": 0.5}."""
     group = GROUPS.get(record["kind"])
@@ -92,15 +59,15 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def need(package: str, subject: str, extra: str) -> None:
-    """Raise UserError if a package is not installed; the message begins with `subject`."""
+def need(package: str, tracker: str) -> None:
+    """Raise UserError if the package of a tracker is not installed."""
     try:
         is_installed = importlib.util.find_spec(package) is not None
     except ValueError:  # a module without a specification, such as a test's replacement
         is_installed = True
     if not is_installed:
         raise UserError(
-            f"{subject}: requires {package}, which is not installed ({pip_install(extra)})"
+            f"--{tracker}: requires {package}, which is not installed ({pip_install(tracker)})"
         )
 
 

@@ -9,19 +9,16 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpidl.errors import UserError
-from mpidl.report.trackers.tracking import (
-    FAILED,
-    FINISHED,
-    STOPPED,
-    Tracker,
-    identity,
-    remember,
-    writing,
-)
+from mpidl.report.status import FAILED, FINISHED, STOPPED
 from mpidl.text import printable
+from mpidl.trackers.base import Tracker, name_of_run
+from mpidl.trackers.records import IDENTITIES, identity, need, remember, writing
+
+if TYPE_CHECKING:
+    from mpidl.training.trainer import Trainer
 
 STATES = {FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}
 FLUSH_SECONDS = 10.0  # shortest time between two writes during an epoch
@@ -35,43 +32,74 @@ SETTINGS = {
 }
 
 
-class MLflowRun(Tracker):
-    """A run in a file store, a folder usually named mlruns.
+class MLflowHook(Tracker):
+    """Records a run in a file store that MLflow's user interface reads.
 
-    The results folder of the run identifies the record that a resumed run continues. Raises
-    UserError if the store is not a folder, or cannot be written.
+    Parameters
+    ----------
+    store : path
+        Folder of the store.
+    experiment : str
+        Name of the experiment. A missing experiment is created.
+    name : str, optional
+        Name of the run. The default is the name of the run's folder.
+
+    Raises
+    ------
+    UserError
+        If MLflow is not installed, or if the store is a URL or an empty name.
     """
 
     def __init__(
-        self, store: str, experiment: str, name: str, folder: str | None, is_resumed: bool
-    ):
+        self,
+        store: str | os.PathLike[str] = "mlruns",
+        experiment: str = "mpidl",
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.store, self.experiment, self.name = os.fspath(store), experiment, name
+        if "://" in self.store or not self.store:
+            kind = "a URL" if self.store else "an empty name"
+            raise UserError(f"--mlflow {self.store}: expected a folder, found {kind}")
+        need("mlflow", "mlflow")
+
+    @classmethod
+    def written(cls, folder: str) -> list[str]:
+        """Return the path of the file that identifies the record of a run."""
+        return [os.path.join(folder, IDENTITIES)]
+
+    def open(self, trainer: Trainer) -> None:
+        """Create a run in the store, or continue the stored run if the training is resumed."""
         os.environ.update({key: os.environ.get(key, text) for key, text in SETTINGS.items()})
         from mlflow import entities
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        self.store, self._error, self._entities = os.path.abspath(store), MlflowException, entities
+        folder, self.store = trainer.writer.out, os.path.abspath(self.store)
+        self._library_error, self._entities = MlflowException, entities
         self._metrics: list[Any] = []
         self._steps: dict[str, int] = {}  # the last recorded iteration of each metric
         self._flush_time = time.monotonic()
         with self._writing():
             os.makedirs(self.store, exist_ok=True)
             self._client = MlflowClient(tracking_uri=Path(self.store).as_uri())
-            run = self._resumed(folder) if is_resumed else None
+            run = self._resumed(folder) if trainer.position.iteration else None
             self.is_new = run is None
             if run is None:
-                run = self._client.create_run(self._experiment(experiment), run_name=name)
+                name = self.name or name_of_run(folder)
+                run = self._client.create_run(self._experiment_id(), run_name=name)
         self.run_id: str = run.info.run_id
         remember(folder, "mlflow", {"store": self.store, "run_id": self.run_id})
 
-    def _experiment(self, name):
-        """Return the ID of an experiment. Create the experiment if it does not exist."""
+    def _experiment_id(self):
+        """Return the ID of the experiment. Create the experiment if it does not exist."""
+        name = self.experiment
         with _locked(self.store):  # without a lock, two runs could create the experiment twice
             experiment = self._client.get_experiment_by_name(name)
             if experiment is None:
                 try:
                     return self._client.create_experiment(name)
-                except self._error:  # another host has created it, on a file system without locks
+                except self._library_error:  # another host made it, and the locks do not work
                     experiment = self._client.get_experiment_by_name(name)
                     if experiment is None:
                         raise
@@ -86,7 +114,7 @@ class MLflowRun(Tracker):
             return None
         try:
             run = self._client.get_run(facts["run_id"])
-        except (self._error, KeyError):
+        except (self._library_error, KeyError):
             return None
         if run.info.lifecycle_stage != "active":  # deleted in the user interface
             return None
@@ -145,7 +173,7 @@ class MLflowRun(Tracker):
             self._client.set_terminated(self.run_id, STATES[state])
 
     def _writing(self):
-        return writing(self.store, self._error)
+        return writing(self.store, self._library_error)
 
 
 @contextlib.contextmanager

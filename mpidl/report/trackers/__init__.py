@@ -1,1 +1,0 @@
-"""Record runs for other programs: TensorBoard, MLflow and Weights & Biases."""
