@@ -83,18 +83,11 @@ class Metrics:
         """
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, found {kind}")
-        if self.file is None:
-            return
-        record = {"kind": kind, "epoch": int(epoch), "iteration": int(iteration)}
-        record["loss"] = number(loss)
-        if accuracy is not None:
-            record["accuracy"] = number(accuracy)
-        record["learning_rate"] = number(learning_rate)
-        record["images_per_second"] = number(images_per_second)
-        record["seconds"] = number(seconds)
-        if metrics is not None:
-            record["metrics"] = {name: number(value) for name, value in metrics.items()}
-        self._append(record)
+        record: dict[str, Any] = {"kind": kind, "epoch": int(epoch), "iteration": int(iteration)}
+        record |= {"loss": loss} | ({} if accuracy is None else {"accuracy": accuracy})
+        record |= {"learning_rate": learning_rate, "images_per_second": images_per_second}
+        record |= {"seconds": seconds} | ({} if metrics is None else {"metrics": metrics})
+        self._append(finite(record))
 
     def record_ranks(self, epoch: int, iteration: int, fields: Mapping[str, Any]) -> None:
         """Append a record of how the ranks spent their time: "seconds" since the start of the run,
@@ -102,19 +95,19 @@ class Metrics:
         seconds since the last record; they add up to the elapsed time on the rank's clock. "memory"
         is the resident memory in bytes, and "device" the device.
         """
-        if self.file is not None:
-            position = {"kind": "ranks", "epoch": int(epoch), "iteration": int(iteration)}
-            self._append({**position, **fields})
+        position = {"kind": "ranks", "epoch": int(epoch), "iteration": int(iteration)}
+        self._append({**position, **fields})
 
     def record_lost(self, epoch: int, iteration: int, facts: Mapping[str, Any]) -> None:
         """Append a record of lost "ranks" and their "hosts", the number "ranks_left", and
         "seconds_lost". The position is the one from which the run continues.
         """
-        if self.file is not None:
-            position = {"kind": "lost", "epoch": int(epoch), "iteration": int(iteration)}
-            self._append({**position, **facts})
+        position = {"kind": "lost", "epoch": int(epoch), "iteration": int(iteration)}
+        self._append({**position, **facts})
 
     def _append(self, record):
+        if self.file is None:
+            return
         is_brief = record["kind"] == "iteration"
         with self._writing():
             self.file.write(json.dumps(record, allow_nan=False) + "\n")

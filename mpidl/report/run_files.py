@@ -125,6 +125,16 @@ def folders(paths: Sequence[str]) -> list[str]:
     return runs
 
 
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the shortest distinct ends of paths, such as "digits" or "a/digits"."""
+    parts = [path.strip(os.sep).split(os.sep) for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = [os.sep.join(part[-count:]) or os.sep for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path} ({i + 1})" for i, path in enumerate(paths)]
+
+
 def is_current(summary: Mapping[str, Any], last_iteration: int) -> bool:
     """Return whether summary.json describes the run up to the last iteration in metrics.jsonl."""
     iterations = summary.get("iterations")
@@ -205,10 +215,10 @@ def _sum_ranks(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {"device": str(device), "memory": None, **dict.fromkeys(TIMES, 0.0)} for device in devices
     ]
     for record in records:
-        lists = [record.get(name) for name in TIMES]
+        lists: list[Any] = [record.get(name) for name in TIMES]
         if record.get("device") != devices or not all(_is_row(row, len(ranks)) for row in lists):
             continue
-        memory = record.get("memory")
+        memory: Any = record.get("memory")
         for i, rank in enumerate(ranks):
             rank["memory"] = memory[i] if _is_row(memory, len(ranks)) else rank["memory"]
             for name, row in zip(TIMES, lists, strict=True):

@@ -54,9 +54,9 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.switch("--table", "Write and print the table, without training")
     parser.switch("--retry-failed", "Train failed trials again")
     parsed = parser.parse(argv)
-    modes = ("--trial", parsed.trial), ("--table", parsed.table or None)
-    modes += (("--ranks-per-model", parsed.ranks_per_model),)
-    used = [flag for flag, value in modes if value is not None]
+    modes = {"--trial": parsed.trial, "--table": parsed.table}
+    modes |= {"--ranks-per-model": parsed.ranks_per_model}
+    used = [flag for flag, value in modes.items() if value]
     if parsed.table and parsed.retry_failed:
         used = ["--table", "--retry-failed"]
     if len(used) > 1:
@@ -298,8 +298,8 @@ class Command:
         for row, folder in zip(rows, self.all, strict=True):
             if row["state"] == FAILED:
                 print(f"Failed: {folder.name}: {printable(str(row['error']))}")
-        if self.sweep.folds:
-            self._finish_folds(rows, varied)
+        if folds := self.sweep.folds:
+            self._finish_folds(rows, varied, folds)
         elif (choice := report.best_of(rows)) is not None:
             path = printable(self.all[choice[0]["trial"] - 1].path)
             print(f"Best: {path}, {report.describe_score(*choice)}")
@@ -310,9 +310,8 @@ class Command:
         pictures = f", {report.PNG}" if has_picture else ""
         print(f"Table: {printable(os.path.join(self.out, report.CSV))}{pictures}", flush=True)
 
-    def _finish_folds(self, rows, varied):
+    def _finish_folds(self, rows, varied, folds):
         """Write folds.csv, and print the mean scores over the folds and the best setting."""
-        folds = self.sweep.folds
         summaries = report.fold_rows(rows, varied, folds)
         report.write_folds(self.out, summaries)
         print(f"\nMean over {folds} folds ± standard deviation:")

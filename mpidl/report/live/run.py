@@ -132,8 +132,8 @@ class LiveRun:
 
     def describe(self) -> str:
         """Return the state of the run, such as "stopped: SIGUSR1"."""
-        if self.has_ended:
-            return self._describe_end()
+        if self.status is not None and self.has_ended:
+            return self._describe_end(self.status)
         if not len(self.iterations) and self.status is None:
             text = f"waiting for {printable(self.folder.path)}"
         else:
@@ -150,10 +150,10 @@ class LiveRun:
             text = f"no record for {clock(time.monotonic() - self.news_time)}, was {text}"
         return text
 
-    def _describe_end(self):
-        if self.status.state == status.FAILED:
-            return f"failed: {printable(self.status.error or 'unknown error')}"
-        reason = printable(self.status.stopped or "")
+    def _describe_end(self, end: status.Status) -> str:
+        if end.state == status.FAILED:
+            return f"failed: {printable(end.error or 'unknown error')}"
+        reason = printable(end.stopped or "")
         if reason and self.summary is None:
             return f"stopped: {reason}"
         text = f"done ({reason})" if reason else "done"
@@ -180,17 +180,10 @@ def runs_of(paths: Sequence[str]) -> list[LiveRun]:
         _check(path)
     resolved = [os.path.abspath(path) for path in paths]
     unique = list(dict.fromkeys(resolved))
-    return [LiveRun(path, name) for path, name in zip(unique, short_names(unique), strict=True)]
-
-
-def short_names(paths: Sequence[str]) -> list[str]:
-    """Return the shortest distinct ends of absolute paths, such as "digits" or "a/digits"."""
-    parts = [path.strip(os.sep).split(os.sep) for path in paths]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = [os.sep.join(part[-count:]) or os.sep for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return list(paths)
+    return [
+        LiveRun(path, name)
+        for path, name in zip(unique, run_files.short_names(unique), strict=True)
+    ]
 
 
 def _check(path):
