@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mpidl.errors import UserError
-from mpidl.files import open_for_reading, reason, write_whole
+from mpidl.files import json_object, open_for_reading, reason, write_whole
 
+FILE = "metrics.jsonl"
 KINDS = ("iteration", "epoch", "validation", "final_validation")
 FLUSH_SECONDS = 2.0
 
@@ -165,16 +166,15 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Lines that are not records, such as an incomplete last line after an interruption, are skipped.
     """
-    records = []
     with open_for_reading(path) as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict) and isinstance(record.get("iteration"), int):
-                records.append(record)
-    return records
+        records = list(map(parse, file))
+    return [record for record in records if record is not None]
+
+
+def parse(line: str | bytes) -> dict[str, Any] | None:
+    """Parse a line of a metrics file. Return None if it is not a record."""
+    record = json_object(line)
+    return record if record is not None and isinstance(record.get("iteration"), int) else None
 
 
 def _position(record):

@@ -21,7 +21,7 @@ from mpidl.sweeps import sweep_table as report
 from mpidl.sweeps.trial_folder import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, TrialFolder
 from mpidl.text import printable
 from mpidl.training.files import checkpoint
-from mpidl.training.files.run_lock import RunLock
+from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.options import training_options
 
 EXIT_CODES = """\
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = parsed.ranks_per_model or (world.size if parsed.trial else 1)
         group = Group(world, size, "--ranks-per-model")
         on_rank_0(world, command.check)
-        with RunLock(world) as lock:
+        with FolderLock(world) as lock:
             if parsed.trial is None:  # with --trial, other jobs may train other trials
                 lock.take(command.out, "--out {}")
             code = command.run(group, signals)
@@ -204,7 +204,7 @@ class Command:
         """Train a trial on a group; return the exit code that mpidl.train would return."""
 
         def train_alone(world):
-            with RunLock(world) as lock:
+            with FolderLock(world) as lock:
                 lock.take(folder.path, "{}")
                 typed = on_rank_0(world, lambda: self._prepare(group, folder))
                 # A stop file ends only this trial. A signal also reaches the outer `Signals`.

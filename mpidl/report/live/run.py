@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -11,17 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidl.errors import UserError
+from mpidl.files import json_object
 from mpidl.report import run_files, status, stop_file
 from mpidl.report.curves import Columns, number
 from mpidl.report.history import HistoryRecorder
 from mpidl.report.live.folder import Folder
-from mpidl.report.live.tail import FILE, Tail
+from mpidl.report.live.tail import Tail
+from mpidl.report.metrics import FILE
 from mpidl.report.progress.rows import clock
 from mpidl.text import printable
 
 POLL_SECONDS = 0.5  # shortest time between two checks of a folder
 SILENT_SECONDS = 60.0  # after this time without a record, the page says so
-RUN_FILES = (FILE, status.NAME, "options.toml", "checkpoint.h5", "checkpoint-previous.h5")
+RUN_FILES = (FILE, status.NAME, run_files.OPTIONS, "checkpoint.h5", "checkpoint-previous.h5")
 RUN_FILES += ("trial.json",)  # folders of a sweep's trials
 
 
@@ -90,11 +91,8 @@ class LiveRun:
 
     def _current_summary(self):
         """Return the content of summary.json if it describes the current end of the run."""
-        try:
-            summary = json.loads(self.folder.content("summary.json") or b"")
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(summary, dict) or self.status is None:
+        summary = json_object(self.folder.content(run_files.SUMMARY))
+        if summary is None or self.status is None:
             return None
         last = self.iterations.last("iteration")
         is_current = run_files.is_current(summary, 0 if math.isnan(last) else int(last))
