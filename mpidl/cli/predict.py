@@ -6,6 +6,7 @@ import io
 import math
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -243,7 +244,8 @@ def _outputs(parsed, world, net, images, loss):
         )
         text += _table(evaluation)
         if parsed.confusion:
-            on_rank_0(world, lambda: evaluation.confusion.save(parsed.confusion))
+            matrix: Any = evaluation.confusion  # has been computed
+            on_rank_0(world, lambda: matrix.save(parsed.confusion))
     elif has_targets:
         errors = evaluate.regression_errors(
             net,
@@ -339,7 +341,8 @@ def _write(parsed, world, net, images, name):
 
     The outputs for skipped images are NaN.
     """
-    file, written = None, 0
+    file: Any = None
+    written = 0
     if world.rank == 0:
         image_facts = {"names": [images.name(i) for i in range(len(images))]}
         if images.labels is not None:

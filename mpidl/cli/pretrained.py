@@ -78,10 +78,11 @@ def load(
         If the file cannot be read or does not fit the network, or if the resumed run started from
         another file.
     """
-    run, saved = resolved.run, None if resume is None else resume[1].get("weights_file")
+    run, (arrays, facts) = resolved.run, resume or ({}, {})
+    saved = facts.get("weights_file")
     path, typed = run["weights"], resolved.sources["weights"] != "resumed run"
     if resume is not None:
-        _check_resumed(resolved, resume[1])
+        _check_resumed(resolved, facts)
     if path is None:
         for name in RUN:
             if run[name] != INPUTS[name].default:
@@ -93,11 +94,12 @@ def load(
         raise UserError(
             f"--weights {printable(path)}: expected a file on a file system, found a URL"
         )
-    net = None if saved is None else _described(*resume)
-    if net is not None and typed and path == saved["path"]:  # a job script repeats --weights
-        typed = on_rank_0(world, lambda: os.path.lexists(path))
-    if net is not None and not typed:
-        return Pretrained(net, saved, True)
+    net = None if saved is None else _described(arrays, facts)
+    if saved is not None and net is not None:
+        if typed and path == saved["path"]:  # a job script repeats --weights
+            typed = on_rank_0(world, lambda: os.path.lexists(path))
+        if not typed:
+            return Pretrained(net, saved, True)
     file = {"path": path, "sha256": on_rank_0(world, lambda: sha256_of_file(path))}
     if saved is not None:
         _check_file(file, saved)
@@ -114,8 +116,8 @@ def load(
     on_rank_0(world, lambda: last_layer(net))
     if saved is not None:
         try:
-            name, arrays = resume[1]["normalization"], resume[0].get("normalization", {})
-            net.normalization = normalize.read(name, arrays, net.input_shape[0])
+            stored = facts["normalization"], arrays.get("normalization", {})
+            net.normalization = normalize.read(*stored, net.input_shape[0])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"--resume: expected a checkpoint with the normalization of the images: {error}"

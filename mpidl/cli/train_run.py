@@ -124,7 +124,7 @@ class _Training:
         self.source = pretrained.load(self.resolved, self.resume, sets.train, world)
         if self.source is not None and not preprocess:
             preprocess = pretrained.conversion(self.source.net, sets.train, settings)
-            converted = (images and data.preprocessed(images, preprocess) for images in sets)
+            converted: list[Any] = [s and data.preprocessed(s, preprocess) for s in sets]
             sets = registry.Sets(*converted)
         with self.console.stage("reading the test data"):
             train_set, test_set = start.with_test(
@@ -216,7 +216,7 @@ class _Training:
             )
         self.weights_file = None if source is None else source.file
         input_pipeline.check(self.net, train_set, self.settings)
-        if self.resume is not None:
+        if self.saved is not None:
             now = resume_changes.resumable(self.settings, self.net, train_set, self.world.size)
             # Check here, because dl.train checks only after the output folder has changed.
             resume_changes.refuse_changes(self.saved, now, f"the run in {self.typed['resume']}")
@@ -308,17 +308,17 @@ class _Training:
         self.skipped = BadImages.of_options(self.settings)  # images of the test set
         if stopped in (None, progress.PATIENCE):
             if self.sets.test is not None:
-                self.test = self._evaluate()
+                self.test = self._evaluate(self.sets.test)
             self.lock.confirm()
             if self.skipped:
-                self._list_skipped()
+                self._list_skipped(self.skipped)
             stopped = failure.agreed_signal(self.signals, self.world)
         self.lock.confirm()
         return self._end_stopped(stopped) if stopped else self._end_finished()
 
-    def _evaluate(self):
+    def _evaluate(self, test_set):
         """Evaluate the network on the test set."""
-        test_set, settings = self.sets.test, self.settings
+        settings = self.settings
         loss = settings.loss_for(self.net, self.sets.train, self.world)
         with self.console.stage("test", len(test_set)) as advance:
             return evaluate.evaluate(
@@ -334,10 +334,10 @@ class _Training:
                 test_flips=settings.test_flips,
             )
 
-    def _list_skipped(self):
+    def _list_skipped(self, skipped):
         """Add the skipped test images to the list in the folder of the run."""
-        self.console.line(f"Skipped images: {len(self.skipped)} of test")
-        parts = {"test": (self.sets.test, self.skipped)}
+        self.console.line(f"Skipped images: {len(skipped)} of test")
+        parts = {"test": (self.sets.test, skipped)}
         on_rank_0(self.world, lambda: skipped_images.write_list(self.out, parts))
 
     def _end_stopped(self, stopped):

@@ -114,7 +114,7 @@ class Preprocess:
         UserError
             If the resized image is smaller than the crop, or its colour cannot be converted.
         """
-        channels = COLOURS.get(self.colour, shape[0])
+        channels = COLOURS.get(self.colour or "", shape[0])
         if channels != shape[0] and {channels, shape[0]} != {1, 3}:
             raise UserError(
                 f"colour {self.colour} (--colour, or colour= in Python): expected images of 1 or 3 "
@@ -181,7 +181,7 @@ class Preprocess:
         if self.crop is not None:
             picture = picture.crop(_box(size, self.crop))
         bands = len(picture.getbands())
-        channels = COLOURS.get(self.colour, bands)
+        channels = COLOURS.get(self.colour or "", bands)
         if channels == bands:
             return planes_of(picture, out)
         out = np.empty((channels, picture.height, picture.width), np.uint8) if out is None else out
@@ -237,7 +237,8 @@ class Preprocessed(Derived):
         self.image_shape = preprocess.image_shape(datastore.image_shape)
 
     def read(self, indices: Indices) -> np.ndarray:
-        return self.preprocess.of_arrays(read_images(self.parent, indices))
+        preprocess = self.preprocess or AS_IT_IS
+        return preprocess.of_arrays(read_images(self.parent, indices))
 
     def describe(self) -> str:
         return describe_derived(self.parent, self.preprocess, self)
