@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks import subject
 from mpidl import backends
 from mpidl.backends.cpu import arenas, conv
+from mpidl.backends.shapes import Geometry
 from mpidl.core.blocks import LANES, Blocked, DeferredInput, OneRank, share
 from mpidl.nn import Conv2D, CrossChannelNorm, Layer, MaxPool2D, Network, graph
 
@@ -143,18 +144,17 @@ def _conv(backend, layer, x, dy, weights, batch):
     weight, bias = weights["weight"], weights.get("bias")
     if bias is None:
         bias = np.zeros(len(weight), np.float32)
-    args = subject.conv_args(layer)
+    geometry = subject.conv_geometry(layer)
     counts, tree = batch.counts(), batch.tree
     flops = 2 * weight[0].size * dy.size
-    forward, dx, dweight = (
-        flops if tiles is None else tiles for tiles in winograd_products(backend, x, weight, args)
-    )
+    products = winograd_products(backend, x, weight, geometry)
+    forward, dx, dweight = (flops if tiles is None else tiles for tiles in products)
     arrays = x.nbytes + dy.nbytes + weight.nbytes
 
     def backward(*needs):
-        return lambda: backend.conv2d_backward(dy, x, weight, *args, counts, tree, needs)
+        return lambda: backend.conv2d_backward(dy, x, weight, geometry, counts, tree, needs)
 
-    yield Pass("forward", lambda: backend.conv2d(x, weight, bias, *args), flops, arrays, forward)
+    yield Pass("forward", lambda: backend.conv2d(x, weight, bias, geometry), flops, arrays, forward)
     yield Pass("dx", backward(True, False, False), flops, arrays, dx)
     yield Pass("dweight", backward(False, True, False), flops, arrays, dweight)
     if not backend.fuses_convolutions:
@@ -169,18 +169,20 @@ def _conv(backend, layer, x, dy, weights, batch):
 
     # fused as in training: normalization and ReLU, and the moments for the next layer
     def fused_forward():
-        return backend.conv2d_moments(below, weight, bias, *args, counts, tree)
+        return backend.conv2d_moments(below, weight, bias, geometry, counts, tree)
 
     def fused_backward():
         needs = (True,) * 3
-        return backend.conv2d_backward(dy, below, weight, *args, counts, tree, needs, after, True)
+        return backend.conv2d_backward(
+            dy, below, weight, geometry, counts, tree, needs, after, True
+        )
 
     yield Pass("fused forward", fused_forward, flops, arrays, forward)
     moved = 2 * (x.nbytes + dy.nbytes + weight.nbytes)
     yield Pass("fused backward", fused_backward, 2 * flops, moved, dx + dweight)
 
 
-def winograd_products(backend: Any, x: np.ndarray, weight: np.ndarray, args: tuple) -> list:
+def winograd_products(backend: Any, x: np.ndarray, weight: np.ndarray, geometry: Geometry) -> list:
     """Count the operations of a convolution's forward, dx and dweight passes with Winograd.
 
     Parameters
@@ -191,7 +193,7 @@ def winograd_products(backend: Any, x: np.ndarray, weight: np.ndarray, args: tup
         Images.
     weight : ndarray, shape (K, C / groups, R, S)
         Filters.
-    args : tuple
+    geometry : Geometry
         Stride, padding, dilation and groups.
 
     Returns
@@ -201,8 +203,8 @@ def winograd_products(backend: Any, x: np.ndarray, weight: np.ndarray, args: tup
     """
     if not backend.fuses_convolutions:
         return [None] * 3
-    _, (filters, *output), tiles = conv.plan(x, weight, *args)
-    (stride, _), *_, groups = args
+    _, (filters, *output), tiles = conv.plan(x, weight, geometry)
+    (stride, _), *_, groups = geometry
     side = -(-weight.shape[2] // stride)  # side of the filter at stride 1
     pairs = groups * (filters // groups) * weight.shape[1]
     images = len(x) * LANES

@@ -16,8 +16,9 @@ import numpy as np
 from benchmarks import input as input_files
 from benchmarks import machine, report, subject
 from benchmarks.mpidl_step import EagerStep
-from mpidl.data import ImageFolder, MinibatchQueue, NodeCache, configure_storage
-from mpidl.data.storage import paths, settings, store
+from mpidl.data import ImageFolder, MinibatchQueue, NodeCache, configure_storage, paths
+from mpidl.data.storage import store
+from mpidl.data.urls import is_remote
 from mpidl.errors import UserError
 from mpidl.ranks.world import World
 from mpidl.training.options import configuration
@@ -29,7 +30,7 @@ def main(options: argparse.Namespace) -> dict:
     """Run the benchmark and return its results for the JSON file."""
     if machine.is_launched():
         raise UserError("bench s3 is one process: run it without mpirun")
-    if not settings.is_remote(options.url or ""):
+    if not is_remote(options.url or ""):
         raise UserError("--url: expected a prefix to write to, such as s3://bucket/prefix")
     notes = subject.configure(options)
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:

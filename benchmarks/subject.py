@@ -11,6 +11,7 @@ import numpy as np
 
 from mpidl import backends
 from mpidl.backends.cpu import builds
+from mpidl.backends.shapes import Geometry
 from mpidl.cli import start
 from mpidl.core import keyed
 from mpidl.nn import AveragePool2D, Conv2D, Dense, Dropout, Network, ReLU, zoo
@@ -63,13 +64,13 @@ def mini_batch(shape: Sequence[int], count: int, seed: int = 0) -> tuple[np.ndar
     return pixels.astype(np.float32).reshape(count, *shape), labels
 
 
-def conv_args(layer) -> tuple:
-    """Return (stride, pads, dilation, groups) of a convolution."""
+def conv_geometry(layer) -> Geometry:
+    """Return the Geometry of a convolution."""
     stride, dilation = (
         check.pair(layer.name, option, getattr(layer, option), 1)
         for option in ("stride", "dilation")
     )
-    return stride, check.pads(layer.name, layer.padding), dilation, layer.groups
+    return Geometry(stride, check.pads(layer.name, layer.padding), dilation, layer.groups)
 
 
 def pool_args(layer, shape: Sequence[int]) -> tuple:

@@ -152,7 +152,7 @@ def test_python_blocks_run(path, world, tmp_path, monkeypatch, without_plots):
     monkeypatch.setattr(dl.data, "digits", small_digits)
     monkeypatch.setattr(dl, "train", short_training)
     # At the end, undo the documents' changes to the settings of object stores.
-    monkeypatch.setattr(settings, "_settings", settings.current())
+    monkeypatch.setattr(settings.ACCESS, "settings", settings.current())
     if world.size > 1:  # dl.launch cannot start ranks from a rank
 
         def launch(function, *arguments, ranks):

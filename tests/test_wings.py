@@ -22,11 +22,13 @@ REST = (
     *("report/test_history.py", "report/test_svg_charts.py", "training/files/test_run_folder.py"),
     *("training/files/test_lock_holder.py", "training/test_trainer.py"),
     *("interchange/test_weights.py", "jobs/test_job_words.py", "performance/test_model.py"),
+    *("data/test_registry.py", "data/formats/test_packed.py", "data/storage/test_presigned.py"),
     *("report/live/test_run.py", "report/page/test_run_page.py", "sweeps/test_sweep_file.py"),
     "trackers/test_trackers.py",
 )
 # For each wing, a program that uses it.
 USES = {
+    "data.storage": "dl.data.open_data('s3://bucket/images')",
     "interchange": "dl.save_onnx",
     "jobs": "dl.launch",
     "performance": "import mpidl.performance",
@@ -36,7 +38,10 @@ USES = {
     "trackers": "dl.MLflowHook",
 }
 # For each wing without a command, a command that uses it.
-TRAINING_WITH = {"trackers": ("train", "--max-iterations", "1", "--tensorboard")}
+TRAINING_WITH = {
+    "data.storage": ("train", "--data", "s3://bucket/images"),
+    "trackers": ("train", "--max-iterations", "1", "--tensorboard"),
+}
 
 
 def copied(folder):

@@ -106,7 +106,7 @@ class TimedStep:
     captured = True
 
     def __init__(self, step):
-        self.step, self.launch = step, getattr(step, "launch", None)
+        self.step, self.launch = step, step.launch
         self.marks, self.device = [], None
 
     def play(self, device):

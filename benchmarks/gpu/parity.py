@@ -25,9 +25,9 @@ from mpidl.backends import REFERENCE, settings
 from mpidl.backends.interface import FUSED, HOST, Backend
 from mpidl.comm.reducer import is_on_host
 from mpidl.core.blocks import LANES, OneRank, share
-from mpidl.core.device_array import is_device_array
 from mpidl.core.fold import Late, Partial, merge_moments
 from mpidl.core.grad import value_and_grad
+from mpidl.core.values import is_device_array
 from mpidl.data import ArrayDatastore, MinibatchQueue
 
 COUNT = 20  # images, so that the last of two blocks is partly full

@@ -17,7 +17,7 @@ import numpy as np
 
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
-from mpidl.core.device_array import is_device_array
+from mpidl.core.values import is_device_array
 
 if TYPE_CHECKING:
     from mpidl.backends.cpu.backend import CPU as CPU

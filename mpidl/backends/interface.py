@@ -24,6 +24,8 @@ tree
     The `fold.Tree` of the mini-batch: the binary tree that fixes the order in which blocks are
     summed. A function that sums over images computes one leaf of this tree per block. The function
     returns a `fold.Partial`, which the caller sums over the ranks.
+geometry
+    The `shapes.Geometry` of a convolution: its stride, padding, dilation and groups.
 stride, dilation, size
     (down, across), integers >= 1.
 padding, cropping
@@ -40,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
-from mpidl.backends.shapes import Pads, Pair
+from mpidl.backends.shapes import Geometry, Pads, Pair
 from mpidl.backends.training_interface import Array, Lanes, TrainingFunctions, Vector
 from mpidl.core.fold import Partial, Tree
 
@@ -76,16 +78,7 @@ class Backend(TrainingFunctions, Protocol):
 
     # conv
 
-    def conv2d(
-        self,
-        x: Readable,
-        weight: Array,
-        bias: Array | None,
-        stride: Pair,
-        padding: Pads,
-        dilation: Pair,
-        groups: int,
-    ) -> Lanes:
+    def conv2d(self, x: Readable, weight: Array, bias: Array | None, geometry: Geometry) -> Lanes:
         """Return the cross-correlation of x with weight (K, C/groups, R, S).
 
         If bias (K,) is given, it is added to the result.
@@ -96,10 +89,7 @@ class Backend(TrainingFunctions, Protocol):
         x: Readable,
         weight: Array,
         bias: Array | None,
-        stride: Pair,
-        padding: Pads,
-        dilation: Pair,
-        groups: int,
+        geometry: Geometry,
         addend: Lanes | None,
     ) -> Lanes:
         """Return max(0, conv2d(x, weight, bias) + addend).
@@ -113,10 +103,7 @@ class Backend(TrainingFunctions, Protocol):
         x: Readable,
         weight: Array,
         bias: Array | None,
-        stride: Pair,
-        padding: Pads,
-        dilation: Pair,
-        groups: int,
+        geometry: Geometry,
         counts: Array,
         tree: Tree,
     ) -> tuple[Lanes, Partial]:
@@ -127,10 +114,7 @@ class Backend(TrainingFunctions, Protocol):
         dy: Lanes,
         x: Readable,
         weight: Array,
-        stride: Pair,
-        padding: Pads,
-        dilation: Pair,
-        groups: int,
+        geometry: Geometry,
         counts: Array,
         tree: Tree,
         needs: Sequence[bool],

@@ -6,26 +6,11 @@ import bisect
 def place(buffers):
     """Return an offset for each buffer, and the number of bytes that the buffers need together.
 
-    Buffers that are needed at different times may share memory.
-
-    Parameters
-    ----------
-    buffers : sequence of (int, int, int)
-        For each buffer, its size in bytes and the first and last time at which it is needed. Sizes
-        are multiples of the alignment.
-
-    Returns
-    -------
-    offsets : list of int
-        Offset of each buffer in bytes.
-    nbytes : int
-        The largest offset plus size.
-
-    Notes
-    -----
-    The algorithm is greedy by size (Pisarchyk and Lee, "Efficient memory management for deep neural
-    net inference", 2020, section 5.3). It places buffers from the largest to the smallest. Each
-    buffer gets the lowest offset at which it overlaps no buffer that is needed at the same time.
+    A buffer is (bytes, first time, last time at which it is needed). Buffers that are needed at
+    different times may share memory. The algorithm is greedy by size (Pisarchyk and Lee, "Efficient
+    memory management for deep neural net inference", 2020, section 5.3): from the largest to the
+    smallest, each buffer gets the lowest offset at which it overlaps no buffer that is needed at
+    the same time.
     """
     order = sorted(range(len(buffers)), key=lambda i: (-buffers[i][0], buffers[i][1]))
     offsets, placed, nbytes = [0] * len(buffers), [], 0

@@ -8,11 +8,19 @@ with `ops.check`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 Pair = tuple[int, int]
 Pads = tuple[tuple[int, int], tuple[int, int]]
 
-PLAIN = (1, 1), 1  # (dilation, groups) of a convolution without dilation and groups
+
+class Geometry(NamedTuple):
+    """How the filters of a convolution move over the images."""
+
+    stride: Pair
+    padding: Pads
+    dilation: Pair = (1, 1)
+    groups: int = 1
 
 
 def conv2d_shape(

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpidl.cli.parser import PORT, RUN, Parser, typed_command
-from mpidl.data.storage.settings import Settings
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.options import PreprocessOptions
+from mpidl.data.urls import Settings
 from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.options.declaration import declared, flag

@@ -11,8 +11,8 @@ from mpidl.cli import arguments, remote
 from mpidl.cli.parser import Parser
 from mpidl.data import registry
 from mpidl.data.formats import pack_contents, packed, packing
-from mpidl.data.storage.settings import check_url, refuse_remote
 from mpidl.data.transforms.preprocess import Preprocess
+from mpidl.data.urls import check_url, refuse_remote
 from mpidl.errors import UserError
 from mpidl.options.declaration import one_of
 from mpidl.ranks import failure
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(job: argparse.Namespace) -> int:
     """Pack or verify a file according to the result of `parse`, and return the exit code."""
-    remote.configure(job.storage)
+    remote.configure({"data": job.source, **job.storage})
     with failure.Signals() as signals:
         return _verify(job, signals) if job.verify else _pack(job, signals)
 

@@ -15,8 +15,8 @@ from mpidl.cli import arguments, remote, start, user_files
 from mpidl.cli.parser import RUN, Parser
 from mpidl.data.checks import read_targets
 from mpidl.data.loading.bad_images import BadImages
-from mpidl.data.storage.settings import refuse_remote
 from mpidl.data.transforms import normalize
+from mpidl.data.urls import refuse_remote
 from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, predict
 from mpidl.evaluation.confusion import Confusion

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from mpidl.cli import start, user_files
 from mpidl.data import ImageFolder
 from mpidl.data.datastore import Datastore
-from mpidl.data.storage.settings import is_remote
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import AS_IT_IS, COLOURS, Preprocess
+from mpidl.data.urls import is_remote
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0, sha256_of_file
 from mpidl.nn import Network, zoo

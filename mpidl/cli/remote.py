@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpidl.cli.arguments import STORAGE
-from mpidl.data.storage import objects, settings
+from mpidl.data.urls import Settings, check_url, is_remote
 from mpidl.errors import StorageFault, UserError
 from mpidl.files import call_together, on_rank_0
 from mpidl.ranks.world import World
@@ -32,20 +32,24 @@ def configure(options: Mapping[str, Any], world: World | None = None) -> None:
         If a URL contains credentials, --upload names no object store, or a setting is invalid.
     """
     for name in DATA:
-        settings.check_url(options.get(name) or "", flag(name))
+        check_url(options.get(name) or "", flag(name))
     values = {name: options[name] for name in STORAGE if name in options}
+    target = options.get("upload")
+    if target is not None and not is_remote(target):
+        raise UserError(
+            f"--upload {printable(target)}: expected a URL such as s3://bucket/prefix, found a path"
+        )
+    is_default = all(value == getattr(Settings, name) for name, value in values.items())
+    if is_default and not any(is_remote(options.get(name) or "") for name in DATA):
+        return
+    from mpidl.data.storage import settings, store
+
     if world is None:
         settings.configure_storage(**values)
     else:  # a folder may be missing on one node only
         call_together(world, lambda: settings.configure_storage(world, **values))
-    target = options.get("upload")
-    if target is None:
-        return
-    if not settings.is_remote(target):
-        raise UserError(
-            f"--upload {printable(target)}: expected a URL such as s3://bucket/prefix, found a path"
-        )
-    on_rank_0(world, lambda: objects.store_of(target) and None)  # checks the packages
+    if target is not None:
+        on_rank_0(world, lambda: store.store_of(target) and None)  # checks the packages
 
 
 def upload(folder: str, target: str) -> None:
@@ -56,11 +60,13 @@ def upload(folder: str, target: str) -> None:
     StorageFault
         If a file cannot be copied.
     """
+    from mpidl.data.storage.store import store_of
+
     for name in UPLOADED:
         with open(os.path.join(folder, name), "rb") as file:
             content = file.read()
         try:
-            objects.store_of(target).write(f"{target.rstrip('/')}/{name}", content)
+            store_of(target).write(f"{target.rstrip('/')}/{name}", content)
         except (UserError, StorageFault) as error:
             raise StorageFault(
                 f"--upload: {error}; the results are in {printable(folder)}"

@@ -15,9 +15,9 @@ from mpidl.cli import user_files
 from mpidl.core.blocks import LANES, blocks_of
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats.hdf5 import is_hdf5
-from mpidl.data.storage.settings import refuse_remote
 from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
 from mpidl.data.transforms.preprocess import Preprocess
+from mpidl.data.urls import refuse_remote
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
 from mpidl.nn.layers import Layer, Sigmoid

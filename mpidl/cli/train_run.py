@@ -13,7 +13,7 @@ from mpidl.cli import arguments, pretrained, remote, start, user_files
 from mpidl.data import gallery, registry
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.pipeline import Pipeline
-from mpidl.data.storage.settings import refuse_remote
+from mpidl.data.urls import refuse_remote
 from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, validation
 from mpidl.files import on_rank_0

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from mpidl.cli import arguments, start
 from mpidl.cli.parser import RUN, Parser, rank_counts, typed_command
-from mpidl.data.storage.settings import check_url
+from mpidl.data.urls import check_url
 from mpidl.errors import Fault, UserError
 from mpidl.launcher import environment, launcher
 from mpidl.options.declaration import declared, flag

@@ -26,21 +26,8 @@ class RecordedSum:
 
     A replay computes the same sum, so that ranks that replay a step can exchange sums with ranks
     that run the step eagerly. If all ranks share memory, a replay calls two kernels, which start
-    the sum and wait for it. Otherwise, it calls the methods of the world.
-
-    Parameters
-    ----------
-    world : World
-        The ranks.
-    recorder : Recorder
-        The recorder of the step.
-    tree, pieces, combine, dtype
-        The arguments of `World.start_sum`.
-
-    Attributes
-    ----------
-    root : ndarray, shape (width,), or None
-        The sum, which only replays compute; None after the recording.
+    the sum and wait for it. Otherwise, it calls the methods of the world. `root` is the array of
+    the sum, which only replays compute.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ import numpy as np
 from mpidl import phases
 from mpidl.backends.cpu import builds
 from mpidl.comm import exchange
-from mpidl.core.device_array import OnDevice
 from mpidl.core.fold import Partial, add
+from mpidl.core.values import OnDevice
 
 if TYPE_CHECKING:
     from mpidl.comm.recorded_sum import RecordedSum

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 import numpy as np
 
 from mpidl.core import fold
-from mpidl.core.operators import Operators
+from mpidl.core.values import Operators
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
@@ -25,7 +25,7 @@ Replicated = TypeVar("Replicated")
 
 
 class Ranks(Protocol):
-    """Interface of the ranks that share a mini-batch, such as `mpidl.World` and `OneRank`."""
+    """The ranks that share a mini-batch, such as `mpidl.World` and `OneRank`."""
 
     @property
     def rank(self) -> int:
@@ -70,12 +70,11 @@ class Batch:
     indices
         Sample numbers of this rank's images in the data set.
     epoch, seed
-        Epoch and seed, of which random numbers, such as dropout masks, are functions.
+        Part of the key of random numbers, such as dropout masks.
     device
-        The object that stores counts and sample numbers in GPU memory, or None.
+        The object that provides counts and sample numbers to a recorded step, or None.
     total
-        Number of images of the mean: `count`, or that of the whole if this is a part of a
-        mini-batch.
+        Number of images of the whole mini-batch if this is a part of it; by default `count`.
     source
         What a queue did to the images, or None.
     """
@@ -97,7 +96,7 @@ class Batch:
 
     @property
     def images(self) -> tuple[int, int]:
-        """Range of this rank's images in the global mini-batch as (first, one past the last)."""
+        """This rank's images in the global mini-batch as (first, one past the last)."""
         first, stop = (min(edge * LANES, self.count) for edge in self.tree.run)
         return first, stop
 
@@ -106,13 +105,12 @@ class Batch:
 
         Parameters
         ----------
-        block : int
+        block
             Index of the block on this rank, from 0.
 
         Returns
         -------
-        int
-            The number of images, from 1 to 16.
+        int, from 1 to 16
         """
         return min(LANES, self.count - (self.tree.run[0] + block) * LANES)
 
@@ -121,8 +119,7 @@ class Batch:
 
         Returns
         -------
-        ndarray
-            Counts (blocks,) int32; on a GPU, the number of images on this rank, (1,).
+        ndarray (blocks,) int32; on a GPU, the number of images on this rank, (1,)
         """
         if self.device is not None:
             counts: np.ndarray = self.device.valid(self)
@@ -134,11 +131,9 @@ class Batch:
 
         Returns
         -------
-        epoch
-            The epoch; on a GPU, an int32 array (1,).
-        samples
-            The sample number of each lane, (blocks * 16,) int64, or int32 on a GPU; 0 in unused
-            lanes.
+        epoch, samples
+            `samples` has a number per lane, (blocks * 16,) int64, 0 in unused lanes. On a GPU, both
+            are arrays of int32.
         """
         if self.device is not None:
             epoch, samples = self.device.samples(self)
@@ -186,8 +181,7 @@ class OneRank:
 
         Returns
         -------
-        array, dict, list or tuple
-            The totals, in the structure of `value`.
+        The totals, in the structure of `value`
 
         Raises
         ------
@@ -238,11 +232,10 @@ def share(
         Sample numbers of all images of the mini-batch, (count,), equal on all ranks; by default 0
         to count - 1.
     load
-        One non-negative weight per rank, in proportion to which the blocks are divided (see
-        `fold.split_blocks`); by default, all weights are equal.
+        One weight per rank; see `fold.split_blocks`.
     plain
-        Whether each rank adds its blocks from left to right instead of by the tree (see
-        `fold.Tree`); by default, as the world does.
+        Whether each rank adds its blocks from left to right (see `fold.Tree`); by default, as the
+        world does.
 
     Returns
     -------
@@ -258,19 +251,19 @@ def share(
 
 
 class DeferredInput(NamedTuple):
-    """The stored input of an activation max(0, (x - mean) * scale + beta) that backends compute.
+    """The stored input of an activation max(0, (x - mean) * scale + beta) that backends compute."""
 
-    x is (blocks, C, ..., 16); mean, scale and beta have one number per channel, (C,).
-    """
-
-    x: np.ndarray
-    mean: np.ndarray
+    x: np.ndarray  # (blocks, C, ..., 16)
+    mean: np.ndarray  # (C,), as are scale and beta
     scale: np.ndarray
     beta: np.ndarray
 
 
-class Blocked(Operators):
+class Blocked(Operators["Factor"]):
     """A value with one entry per image. Each rank holds the entries of its own images.
+
+    Unused lanes of the last block hold arbitrary finite numbers in a value, and zeros in a
+    cotangent, so a sum of products of the two needs no mask.
 
     Parameters
     ----------
@@ -278,11 +271,6 @@ class Blocked(Operators):
         The entries of this rank's images, a NumPy or GPU array (blocks, *image_shape, 16).
     batch
         The mini-batch that the images belong to.
-
-    Notes
-    -----
-    Unused lanes of the last block hold arbitrary finite numbers in a value, and zeros in a
-    cotangent, so a sum of products of the two needs no mask.
     """
 
     __slots__ = ("_lanes", "batch")
@@ -302,7 +290,7 @@ class Blocked(Operators):
 
     @property
     def stored_array(self) -> np.ndarray:
-        """An array of this value that is already in memory, for example to find the backend."""
+        """An array of this value that is in memory, for example to find the backend."""
         return self.lanes
 
     @property
@@ -330,23 +318,21 @@ class Blocked(Operators):
 
         Parameters
         ----------
-        lanes : ndarray
+        lanes
             Array (blocks, ..., 16), which is not copied.
 
         Returns
         -------
         Blocked
-            The value.
         """
         return Blocked(lanes, self.batch)
 
     def stored(self) -> Blocked:
-        """Return this value with all lanes in memory.
+        """Return this value, or a new one if lanes must be computed (see `backends.deferred`).
 
         Returns
         -------
         Blocked
-            This value, or a new one if the lanes were computed (see `backends.deferred`).
         """
         return self
 
@@ -355,13 +341,12 @@ class Blocked(Operators):
 
         Parameters
         ----------
-        b : int
+        b
             Index of the block on this rank, from 0.
 
         Returns
         -------
-        ndarray
-            Array (n, *image_shape), where n <= 16 is the number of images in the block.
+        ndarray (n, *image_shape), where n <= 16 is the number of images in the block
         """
         lanes = np.asarray(self.lanes)[b]
         return np.ascontiguousarray(np.moveaxis(lanes, -1, 0)[: self.batch.valid(b)])
@@ -371,8 +356,7 @@ class Blocked(Operators):
 
         Returns
         -------
-        ndarray
-            Array (n, *image_shape), where n may be 0.
+        ndarray (n, *image_shape), where n may be 0
         """
         flat = np.moveaxis(np.asarray(self.lanes), -1, 1).reshape(-1, *self.image_shape)
         first, last = self.batch.images
@@ -385,19 +369,6 @@ class Blocked(Operators):
         )
 
     mean = sum = __len__ = __float__ = __bool__ = __array__ = __iter__ = _refuse
-
-    if TYPE_CHECKING:  # the types of the operators
-
-        def __add__(self, other: Factor) -> Blocked: ...
-        def __radd__(self, other: float) -> Blocked: ...
-        def __sub__(self, other: Factor) -> Blocked: ...
-        def __rsub__(self, other: float) -> Blocked: ...
-        def __mul__(self, other: Factor) -> Blocked: ...
-        def __rmul__(self, other: float) -> Blocked: ...
-        def __truediv__(self, other: Factor) -> Blocked: ...
-        def __rtruediv__(self, other: float) -> Blocked: ...
-        def __pow__(self, exponent: float) -> Blocked: ...
-        def __neg__(self) -> Blocked: ...
 
     def __repr__(self) -> str:
         return (
@@ -424,7 +395,6 @@ def from_images(images: ArrayLike, batch: Batch, dtype: DTypeLike | None = None)
     Returns
     -------
     Blocked
-        The value.
 
     Raises
     ------

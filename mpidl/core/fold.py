@@ -15,7 +15,6 @@ ranks, so the total has the same bytes.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from mpidl.core.device_array import is_device_array
+from mpidl.core.values import is_device_array
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -42,9 +41,8 @@ def merge_moments(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Combine the moments of two sets of values for C channels. The result overwrites `left`.
 
     `left` and `right` are float64 arrays [count, mean(C), M2(C)]; M2 is the sum of squared
-    deviations from the mean. This is equation 2.1 of Chan, Golub and LeVeque, "Updating formulae
-    and a pairwise algorithm for computing sample variances", 1979; E[x^2] - E[x]^2 would lose
-    digits to cancellation.
+    deviations from the mean (equation 2.1 of Chan, Golub and LeVeque, "Updating formulae and a
+    pairwise algorithm for computing sample variances", 1979). E[x^2] - E[x]^2 would lose digits.
     """
     channels = left.size // 2
     n, m = left[0], right[0]
@@ -232,22 +230,17 @@ class Partial:
     """A sum over the images of the mini-batch that is not yet added up over the ranks.
 
     Partials can be added to each other and multiplied by a scalar. `World.gplus` converts a Partial
-    to an array.
+    to an array. The sum of two Partials keeps their terms apart. To add or scale the nodes
+    themselves would round at each node, so the result would depend on the number of ranks.
 
     Parameters
     ----------
     terms
         The sums. Each one is folded, then scaled, and the results are added in order.
     addend
-        A value that is equal on all ranks, such as a penalty, or None. It is added once, after all
-        terms.
+        A value that is equal on all ranks, such as a penalty, or None. It is added last.
     shape, dtype
         Shape and type of the total.
-
-    Notes
-    -----
-    The sum of two Partials keeps their terms apart. To add or scale the nodes themselves would
-    round at each node, so the result would depend on the number of ranks.
     """
 
     __slots__ = ("terms", "addend", "shape", "dtype")
@@ -314,13 +307,12 @@ class Partial:
 
         Parameters
         ----------
-        dtype : dtype_like
+        dtype
             Type of the total.
 
         Returns
         -------
         Partial
-            The Partial.
         """
         return Partial(self.terms, self.addend, self.shape, dtype)
 
@@ -339,13 +331,12 @@ class Partial:
 
         Parameters
         ----------
-        roots : sequence of ndarray
+        roots
             The folded sum of each term.
 
         Returns
         -------
         ndarray
-            The total.
         """
         scaled = [
             root if term.scale == 1.0 else root * root.dtype.type(float(term.scale))
@@ -354,37 +345,12 @@ class Partial:
         total = _sum_of_present(*scaled, self.addend)
         return np.asarray(total, self.dtype).reshape(self.shape)
 
-    def finisher(
-        self, roots: Sequence[np.ndarray]
-    ) -> Callable[[], np.ndarray | np.generic | float]:
-        """Return a function that calls `finish` with arrays whose values change between calls.
-
-        Parameters
-        ----------
-        roots : sequence of ndarray
-            The array of the folded sum of each term.
-
-        Returns
-        -------
-        callable
-            A function that returns the total; without dimensions, perhaps as a Python number.
-        """
-        if self.shape or len(self.terms) != 1 or self.addend is not None:
-            return functools.partial(self.finish, roots)
-        root, to_dtype = roots[0].reshape(()), self.dtype.type
-        scale = root.dtype.type(float(self.terms[0].scale))
-        if root.dtype == self.dtype == np.float64:
-            item, factor = root.item, float(scale)
-            return lambda: item() * factor  # Python's floats are faster
-        return lambda: to_dtype(root[()] * scale)
-
     def local(self) -> np.ndarray:
         """Return this rank's part of the total: its own sums, scaled and added as by `finish`.
 
         Returns
         -------
-        ndarray
-            An array with the shape of the total; zeros if the rank has no blocks.
+        ndarray; zeros if the rank has no blocks
         """
         return self.finish([_fold_nodes(term, self.shape) for term in self.terms])
 

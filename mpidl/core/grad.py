@@ -10,7 +10,8 @@ import numpy as np
 
 from mpidl.core import spans
 from mpidl.core.fold import Partial, replicated
-from mpidl.core.tape import Var, backward, batch_of, value_of, zeros_like
+from mpidl.core.tape import Var, backward, batch_of, value_of
+from mpidl.core.values import zeros_like
 
 
 class Reducing(Protocol):

@@ -17,19 +17,14 @@ def words(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int = 
 
     Parameters
     ----------
-    seed
-        The seed of the run.
-    purpose
-        What the numbers are for, such as "shuffle" or the name of a layer.
+    seed, purpose, epoch, sample
+        The key. `purpose` is what the numbers are for, such as "shuffle" or the name of a layer.
     count
         Number of words.
-    epoch, sample
-        Epoch and sample number.
 
     Returns
     -------
-    ndarray
-        The words, (count,) uint64.
+    ndarray (count,) uint64
     """
     counter = np.array([0, sample, epoch, 0], np.uint64)
     return Philox(counter=counter, key=key_of(seed, purpose)).random_raw(count)
@@ -45,8 +40,7 @@ def key_of(seed: int, purpose: str) -> np.ndarray:
 
     Returns
     -------
-    ndarray
-        The key, (2,) uint64.
+    ndarray (2,) uint64
     """
     digest = hashlib.sha256(f"{int(seed)}\0{purpose}".encode()).digest()
     return np.frombuffer(digest[:16], "<u8").astype(np.uint64)
@@ -62,8 +56,7 @@ def uniform(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int 
 
     Returns
     -------
-    ndarray
-        The numbers, (count,) float64.
+    ndarray (count,) float64
     """
     return (words(seed, purpose, count, epoch=epoch, sample=sample) >> 11) * 2.0**-53
 
@@ -82,7 +75,6 @@ def permutation(n: int, seed: int, purpose: str, *, epoch: int = 0) -> np.ndarra
 
     Returns
     -------
-    ndarray
-        The permutation, (n,) int64.
+    ndarray (n,) int64
     """
     return np.argsort(words(seed, purpose, n, epoch=epoch), kind="stable")

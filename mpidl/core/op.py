@@ -9,9 +9,9 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias, Ty
 import numpy as np
 
 from mpidl.core.blocks import Blocked, from_images
-from mpidl.core.device_array import is_device_array
 from mpidl.core.fold import Counter, Partial
 from mpidl.core.tape import Needs, Var, value_of
+from mpidl.core.values import is_device_array
 
 Vjp: TypeAlias = Callable[..., Sequence[Any]]
 X_contra = TypeVar("X_contra", contravariant=True)
@@ -173,8 +173,7 @@ def _by_block(
 def refuse_gpu(name: str, *values: Any) -> None:
     """Raise TypeError if a value is on a GPU, because the op `name` has no GPU kernel."""
     for value in values:
-        array = value.source if isinstance(value, Blocked) else value
-        if is_device_array(getattr(array, "x", array)):  # a DeferredInput holds its array in x
+        if is_device_array(value.stored_array if isinstance(value, Blocked) else value):
             raise TypeError(
                 f"{name}: has no GPU kernel, but its argument is on a GPU: run with --device cpu"
             )

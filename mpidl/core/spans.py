@@ -7,8 +7,9 @@ A span is a named interval of time on the main thread. Spans cost nothing unless
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from time import perf_counter_ns as now
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 MAIN = "main"  # the track of the main thread in a timeline
 
@@ -20,47 +21,38 @@ class Recorder(Protocol):
 
 
 class _State:
-    """The recorder, and the innermost open layer; `open` has the names of the open spans."""
-
-    recorder: Recorder | None = None
-    layer: str | None = None
-    open: ClassVar[list[str]] = []
-
-
-class _Span:
-    """Context manager that records a block as a span."""
-
-    __slots__ = ("_category", "_name", "_outer", "_start")
-
-    def __init__(self, category: str, name: str) -> None:
-        self._category, self._name = category, name
-
-    def __enter__(self) -> None:
-        self._start = now()
-        _state.open.append(self._name)
-        self._outer = _state.layer
-        if self._category == "layer":
-            _state.layer = self._name
-
-    def __exit__(self, *_: object) -> None:
-        _state.layer = self._outer
-        if _state.recorder is not None:
-            if _state.open:  # empty if the span began before `record`
-                _state.open.pop()
-            _state.recorder.add(MAIN, self._category, self._name, self._start, now())
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self.layer: str | None = None  # the innermost open layer
+        self.open: list[str] = []  # the names of the open spans
 
 
 _state, _no_span = _State(), contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def _recorded(category: str, name: str) -> Iterator[None]:
+    start, outer = now(), _state.layer
+    _state.open.append(name)
+    _state.layer = name if category == "layer" else outer
+    try:
+        yield
+    finally:
+        _state.layer = outer
+        if _state.recorder is not None:
+            if _state.open:  # empty if the span began before `record`
+                _state.open.pop()
+            _state.recorder.add(MAIN, category, name, start, now())
+
+
 def span(name: str) -> contextlib.AbstractContextManager[None]:
     """Return a context manager that records a block as a span."""
-    return _no_span if _state.recorder is None else _Span("span", name)
+    return _no_span if _state.recorder is None else _recorded("span", name)
 
 
 def layer(name: str) -> contextlib.AbstractContextManager[None]:
     """Return a context manager like `span`, for the work of a layer."""
-    return _no_span if _state.recorder is None else _Span("layer", name)
+    return _no_span if _state.recorder is None else _recorded("layer", name)
 
 
 def current_layer() -> str | None:

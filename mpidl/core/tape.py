@@ -18,22 +18,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
 from mpidl.core import spans
 from mpidl.core.blocks import Batch, Blocked
-from mpidl.core.device_array import is_device_array
 from mpidl.core.fold import Partial
-from mpidl.core.operators import Operators
+from mpidl.core.values import Operators, is_device_array, zeros_like
 
 Needs: TypeAlias = tuple[bool, ...]  # for each positional argument, whether to compute a cotangent
 
 _clock = itertools.count()
 
 
-class Var(Operators):
+class Var(Operators["Operand"]):
     """A value on the tape, with the op that computed it. A Var without parents is a leaf.
 
     Parameters
@@ -45,7 +44,7 @@ class Var(Operators):
     vjp
         A function vjp(dy, needs) that returns one cotangent per parent; None for a leaf.
     name
-        Name of the op, or of the learnable if the Var is a leaf.
+        Name of the op, or of the learnable of a leaf.
     """
 
     __slots__ = ("value", "parents", "vjp", "name", "index", "layer")
@@ -78,19 +77,6 @@ class Var(Operators):
         )
 
     __float__ = __bool__ = __len__ = __array__ = __iter__ = mean = sum = _refuse
-
-    if TYPE_CHECKING:  # the types of the operators
-
-        def __add__(self, other: Operand) -> Var: ...
-        def __radd__(self, other: Blocked | Partial | float) -> Var: ...
-        def __sub__(self, other: Operand) -> Var: ...
-        def __rsub__(self, other: Blocked | Partial | float) -> Var: ...
-        def __mul__(self, other: Operand) -> Var: ...
-        def __rmul__(self, other: Blocked | Partial | float) -> Var: ...
-        def __truediv__(self, other: Operand) -> Var: ...
-        def __rtruediv__(self, other: Blocked | Partial | float) -> Var: ...
-        def __pow__(self, exponent: float) -> Var: ...
-        def __neg__(self) -> Var: ...
 
     def __repr__(self) -> str:
         if self.value is None:
@@ -266,8 +252,3 @@ class SumOfCotangents(Blocked):
 
     def stored(self) -> Blocked:
         return self.like(self.lanes)
-
-
-def zeros_like(array: Any) -> Any:
-    """Return zeros with the shape and dtype of an array, on the same device."""
-    return array.zeros_like() if is_device_array(array) else np.zeros_like(array)

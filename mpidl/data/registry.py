@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats.format import Format, OpenOptions, World, agreed_format, file_format
-from mpidl.data.storage.paths import is_file, listed
-from mpidl.data.storage.settings import check_url
+from mpidl.data.paths import is_file, listed
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, preprocessed
+from mpidl.data.urls import check_url
 from mpidl.errors import UserError
 
 KEYWORDS = ("digits", "cells")  # modules of the formats that `--data` selects by name, not by path

@@ -53,7 +53,7 @@ def main(folder: str) -> None:
             world = World()
             rank, host = world.rank, world.host
             if task["live"] and rank == 0:
-                notebook_records.record_in(folder)
+                notebook_records.launch.folder = folder
                 world.listeners.append(listener := notebook.LoopListener())
             _run_main_program(task["main"])
             function, arguments = _load_task(file)

@@ -13,7 +13,7 @@ from mpidl.errors import UserError
 from mpidl.losses.base import LabelLoss, Sums
 from mpidl.losses.binary_cross_entropy_loss import BinaryCrossEntropy
 from mpidl.losses.cross_entropy_loss import CrossEntropy
-from mpidl.losses.overlap_losses import Dice
+from mpidl.losses.overlap_losses import Dice, Tversky
 
 if TYPE_CHECKING:
     from mpidl.nn import Network
@@ -38,6 +38,7 @@ LOSSES: dict[str, LossFunction] = {
     "binary-crossentropy": BinaryCrossEntropy(),
     "dice": Dice(),
     "crossentropy+dice": Dice(cross_entropy=cross_entropy),
+    "tversky": Tversky(),
     "mse": mean_squared_error,
     "mae": mean_absolute_error,
 }

@@ -34,19 +34,27 @@ class LossOptions:
     """The options of `TrainingOptions` for the loss."""
 
     loss: (
-        Literal["crossentropy", "binary-crossentropy", "dice", "crossentropy+dice", "mse", "mae"]
+        Literal[
+            "crossentropy",
+            "binary-crossentropy",
+            "dice",
+            "crossentropy+dice",
+            "tversky",
+            "mse",
+            "mae",
+        ]
         | Callable[..., Any]
     ) = choice(
         "Loss to minimize: cross-entropy of labels (one per image or per pixel), binary "
-        "cross-entropy of targets 0 and 1 (several labels per image), Dice loss of the labels of "
-        "pixels, or mean squared or mean absolute error of targets; in Python also a function of "
-        "network, images and targets",
+        "cross-entropy of targets 0 and 1 (several labels per image), Dice or Tversky loss of the "
+        "labels of pixels, or mean squared or mean absolute error of targets; in Python also a "
+        "function of network, images and targets",
         default="crossentropy",
         matlab="lossFcn of trainnet; classificationLayer, regressionLayer",
     )
     class_weights: str | Sequence[float] | None = option(
         _weights("class"),
-        "Weight of each class in the cross-entropy or the Dice loss, or balanced to give each "
+        "Weight of each class in the cross-entropy, Dice or Tversky loss, or balanced to give each "
         "class the same total weight in the training set, counted over images or pixels",
         default=None,
         matlab="ClassWeights",

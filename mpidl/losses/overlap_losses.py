@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,12 +22,12 @@ from mpidl.losses.label_checks import (
     check_weight_count,
     checked_weights,
 )
-from mpidl.ops.overlap import EPSILON
+from mpidl.ops.overlap import EPSILON, check_error_weights
 
 if TYPE_CHECKING:
     from mpidl.nn import Network
 
-__all__ = ["Dice"]
+__all__ = ["Dice", "Tversky"]
 
 
 @dataclass(frozen=True)
@@ -169,3 +169,50 @@ class Dice(OverlapLoss):
                     "each class, found one output; use --loss dice"
                 )
             self.cross_entropy.check_classes(outputs, dataset)
+
+
+@dataclass(frozen=True)
+class Tversky(OverlapLoss):
+    """Tversky loss of pixel labels, for the argument `loss` of training and evaluation.
+
+    ``loss="tversky"`` stands for ``Tversky()``. The network has one output per class, or a single
+    output for the foreground, whose label is 1.
+
+    Parameters
+    ----------
+    class_weights : sequence of float, optional
+        Weight of each class, (K,), such as 0 for the background. By default, all weights are equal.
+    smooth : float
+        Number to add to the numerator and the denominator of the similarity.
+    ignore_label : int, optional
+        A label that is left out of the loss and the accuracy, such as 255 for unlabelled pixels.
+    alpha, beta : float
+        Weights of the false positives and the false negatives, numbers >= 0, at least one of them
+        above 0.
+
+    Raises
+    ------
+    UserError
+        If a value is out of range.
+
+    Notes
+    -----
+    `ops.tversky_loss` documents the formula.
+    """
+
+    alpha: float = field(default=0.3, kw_only=True)
+    beta: float = field(default=0.7, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            check_error_weights("Tversky", self.alpha, self.beta)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    @property
+    def name(self) -> str:
+        return "tversky"
+
+    def _overlap(self, scores: Blocked | Var, labels: Blocked) -> Partial | Var:
+        return ops.tversky_loss(scores, labels, **asdict(self))

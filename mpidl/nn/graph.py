@@ -59,7 +59,8 @@ def input_names(layer: Layer) -> tuple[str, ...] | None:
 def rename_inputs(layer: Layer, new_names: Mapping[str, str]) -> Layer:
     """Return a copy of a layer that reads other names, given {old name: new name}."""
     renamed: Any = copy.copy(layer)
-    renamed.after = new_names.get(layer.after, layer.after)
+    if layer.after is not None:
+        renamed.after = new_names.get(layer.after, layer.after)
     inputs = input_names(layer)
     if inputs is not None:
         renamed.inputs = tuple(new_names.get(name, name) for name in inputs)

@@ -9,6 +9,7 @@ from mpidl import backends
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Array, Needs
+from mpidl.docstrings import with_sections
 from mpidl.ops import check
 
 __all__ = ["clip", "gelu", "hard_sigmoid", "hard_swish", "leaky_relu", "prelu"]
@@ -35,10 +36,7 @@ def _elementwise(
     return x.like(y), vjp
 
 
-@op(blocks=True)
-def relu(x: Blocked) -> WithVjp[Blocked]:
-    """Return max(x, 0), elementwise. The gradient at 0 is 0.
-
+of_each_element = with_sections("""
     Parameters
     ----------
     x : Blocked
@@ -48,7 +46,13 @@ def relu(x: Blocked) -> WithVjp[Blocked]:
     -------
     Blocked
         The result, with the shape of `x`; a Var during differentiation.
-    """
+    """)
+
+
+@of_each_element
+@op(blocks=True)
+def relu(x: Blocked) -> WithVjp[Blocked]:
+    """Return max(x, 0), elementwise. The gradient at 0 is 0."""
     check.images("relu", x)
     backend = backends.of_value(x)
     y = backend.relu(x.lanes)
@@ -81,37 +85,17 @@ def leaky_relu(x: Blocked, scale: float = 0.01) -> WithVjp[Blocked]:
     return _elementwise("leaky_relu", x, scale)
 
 
+@of_each_element
 @op(blocks=True)
 def tanh(x: Blocked) -> WithVjp[Blocked]:
-    """Return the hyperbolic tangent, elementwise.
-
-    Parameters
-    ----------
-    x : Blocked
-        The input, of any shape (N, ...).
-
-    Returns
-    -------
-    Blocked
-        The result, with the shape of `x`; a Var during differentiation.
-    """
+    """Return the hyperbolic tangent, elementwise."""
     return _elementwise("tanh", x)
 
 
+@of_each_element
 @op(blocks=True)
 def sigmoid(x: Blocked) -> WithVjp[Blocked]:
-    """Return 1 / (1 + exp(-x)), elementwise.
-
-    Parameters
-    ----------
-    x : Blocked
-        The input, of any shape (N, ...).
-
-    Returns
-    -------
-    Blocked
-        The result, with the shape of `x`; a Var during differentiation.
-    """
+    """Return 1 / (1 + exp(-x)), elementwise."""
     return _elementwise("sigmoid", x)
 
 
@@ -156,19 +140,10 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
     return _elementwise("gelu", x, function=function, from_x=True)
 
 
+@of_each_element
 @op(blocks=True)
 def swish(x: Blocked) -> WithVjp[Blocked]:
     """Return x * sigmoid(x), elementwise. PyTorch calls this function SiLU.
-
-    Parameters
-    ----------
-    x : Blocked
-        The input, of any shape (N, ...).
-
-    Returns
-    -------
-    Blocked
-        The result, with the shape of `x`; a Var during differentiation.
 
     Notes
     -----
@@ -243,19 +218,10 @@ def hard_sigmoid(x: Blocked, alpha: float = 1 / 6, beta: float = 0.5) -> WithVjp
     return _elementwise("hard_sigmoid", x, alpha, beta)
 
 
+@of_each_element
 @op(blocks=True)
 def hard_swish(x: Blocked) -> WithVjp[Blocked]:
     """Return x * hard_sigmoid(x), elementwise. The derivative is 0 at -3 and 1 at 3.
-
-    Parameters
-    ----------
-    x : Blocked
-        The input, of any shape (N, ...).
-
-    Returns
-    -------
-    Blocked
-        The result, with the shape of `x`; a Var during differentiation.
 
     Notes
     -----

@@ -19,6 +19,7 @@ from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Operand, Var, value_of
+from mpidl.docstrings import with_sections
 from mpidl.ops.reductions import multiply_partial
 
 __all__ = [
@@ -55,8 +56,31 @@ class Elementwise(Protocol):
 
 
 def elementwise(function: Callable[[Any, Any], Any]) -> Elementwise:
-    """Return the function unchanged. For type checkers, its type is `Elementwise`."""
-    return function
+    """Document the operands. For type checkers, the function's type is `Elementwise`."""
+    return with_sections("""
+        Parameters
+        ----------
+        a, b : number, array, Blocked, Partial or Var
+            The operands, whose shapes must broadcast.
+
+        Returns
+        -------
+        array, Blocked, Partial or Var
+            The result, of the operands' kind; a Var during differentiation.
+        """)(function)
+
+
+of_each_element = with_sections("""
+    Parameters
+    ----------
+    a : array, Blocked or Var
+        The input, of any shape.
+
+    Returns
+    -------
+    array, Blocked or Var
+        The result, with the kind and shape of the input.
+    """)
 
 
 def _sum_to(dy: Any, x: Any) -> Any:
@@ -98,16 +122,6 @@ def add(a: Any, b: Any) -> Any:
 
     If both operands are Partials, the result keeps their terms separate until it is summed over the
     ranks. A replicated value is added to a Partial once, not once per rank.
-
-    Parameters
-    ----------
-    a, b : number, array, Blocked, Partial or Var
-        The operands, whose shapes must broadcast.
-
-    Returns
-    -------
-    array, Blocked, Partial or Var
-        The result, of the operands' kind; a Var during differentiation.
     """
     x, y = value_of(a), value_of(b)
     if isinstance(x, Partial) or isinstance(y, Partial):
@@ -120,18 +134,7 @@ def add(a: Any, b: Any) -> Any:
 
 @elementwise
 def multiply(a: Any, b: Any) -> Any:
-    """Return a * b, elementwise. A Partial can be multiplied by a replicated scalar.
-
-    Parameters
-    ----------
-    a, b : number, array, Blocked, Partial or Var
-        The operands, whose shapes must broadcast.
-
-    Returns
-    -------
-    array, Blocked, Partial or Var
-        The result, of the operands' kind; a Var during differentiation.
-    """
+    """Return a * b, elementwise. A Partial can be multiplied by a replicated scalar."""
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, b)
     if isinstance(value_of(b), Partial):
@@ -161,18 +164,7 @@ def negative(a: Any) -> Any:
 
 @elementwise
 def subtract(a: Any, b: Any) -> Any:
-    """Return a - b.
-
-    Parameters
-    ----------
-    a, b : number, array, Blocked, Partial or Var
-        The operands, whose shapes must broadcast.
-
-    Returns
-    -------
-    array, Blocked, Partial or Var
-        The result, of the operands' kind; a Var during differentiation.
-    """
+    """Return a - b."""
     return add(a, negative(b))
 
 
@@ -183,18 +175,7 @@ def _divide(a: Any, b: Any) -> WithVjp[np.ndarray]:
 
 @elementwise
 def divide(a: Any, b: Any) -> Any:
-    """Return a / b, elementwise. A Partial can be divided by a replicated scalar.
-
-    Parameters
-    ----------
-    a, b : number, array, Blocked, Partial or Var
-        The operands, whose shapes must broadcast.
-
-    Returns
-    -------
-    array, Blocked, Partial or Var
-        The result, of the operands' kind; a Var during differentiation.
-    """
+    """Return a / b, elementwise. A Partial can be divided by a replicated scalar."""
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, _divide(1.0, b))
     return _divide(a, b)
@@ -219,55 +200,25 @@ def power(a: np.ndarray, exponent: float) -> WithVjp[np.ndarray]:
     return a**exponent, lambda dy: (dy * exponent * a ** (exponent - 1), None)
 
 
+@of_each_element
 @op
 def exp(a: np.ndarray) -> WithVjp[np.ndarray]:
-    """Return e ** a, elementwise.
-
-    Parameters
-    ----------
-    a : array, Blocked or Var
-        The input, of any shape.
-
-    Returns
-    -------
-    array, Blocked or Var
-        The result, with the kind and shape of the input.
-    """
+    """Return e ** a, elementwise."""
     y = np.exp(a)
     return y, lambda dy: (dy * y,)
 
 
+@of_each_element
 @op
 def log(a: np.ndarray) -> WithVjp[np.ndarray]:
-    """Return the natural logarithm of a, elementwise.
-
-    Parameters
-    ----------
-    a : array, Blocked or Var
-        The input, of any shape.
-
-    Returns
-    -------
-    array, Blocked or Var
-        The result, with the kind and shape of the input.
-    """
+    """Return the natural logarithm of a, elementwise."""
     return np.log(a), lambda dy: (dy / a,)
 
 
+@of_each_element
 @op
 def sqrt(a: np.ndarray) -> WithVjp[np.ndarray]:
-    """Return the square root of a, elementwise.
-
-    Parameters
-    ----------
-    a : array, Blocked or Var
-        The input, of any shape.
-
-    Returns
-    -------
-    array, Blocked or Var
-        The result, with the kind and shape of the input.
-    """
+    """Return the square root of a, elementwise."""
     y = np.sqrt(a)
     return y, lambda dy: (dy / (2 * y),)
 

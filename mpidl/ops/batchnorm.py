@@ -19,12 +19,13 @@ from mpidl.backends.deferred import (
     NormalizedInput,
 )
 from mpidl.backends.interface import Backend
+from mpidl.backends.shapes import Geometry
 from mpidl.core.blocks import Batch, Blocked, DeferredInput
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Array, Needs
 from mpidl.ops import check
-from mpidl.ops.conv import conv2d_arguments
+from mpidl.ops.conv import conv2d_geometry
 
 __all__ = ["batchnorm", "batchnorm_predict"]
 
@@ -218,24 +219,22 @@ def _refuse_learnables(needs: Needs) -> None:
 @op(blocks=True)
 def conv2d_batchnorm(
     x: Blocked,
+    /,
     weight: Array,
     bias: Array | None,
     gamma: Array,
     beta: Array,
     *,
-    stride: check.PairArgument = 1,
-    padding: check.PaddingArgument = 0,
-    dilation: check.PairArgument = 1,
-    groups: int = 1,
     epsilon: float = 1e-5,
     scope: str = "global",
     record: Callable[[Any, Any], None] | None = None,
     relu: bool = False,
+    **options: Any,
 ) -> WithVjp[Blocked]:
     """Return batchnorm(conv2d(x, weight, bias), gamma, beta), followed by a ReLU if `relu`.
 
     The result has the same bytes as the result of separate ops. The other arguments are as in
-    `conv2d` and `batchnorm`. The backend's attribute `fuses_convolutions` must be True.
+    `conv2d` (`options`) and `batchnorm`. The backend's attribute `fuses_convolutions` must be True.
 
     Notes
     -----
@@ -245,11 +244,11 @@ def conv2d_batchnorm(
     gradient through ReLU and batch normalization, the gradients of weight, bias and x, and the sums
     for the preceding batch normalization.
     """
-    conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
+    geometry = conv2d_geometry(x, weight, bias, **options)
     _check("conv2d_batchnorm", len(weight), gamma, beta, scope, x.shape)
     backend, batch = backends.of_value(x), x.batch
     counts, tree = batch.counts(), batch.tree
-    y, moments = backend.conv2d_moments(x.source, weight, bias, *conv_args, counts, tree)
+    y, moments = backend.conv2d_moments(x.source, weight, bias, geometry, counts, tree)
     s = _statistics(backend, moments, batch, gamma, epsilon, scope, record)
     value = _deferred(backend, batch, y, s.shift, s.scale, beta, relu)
 
@@ -261,7 +260,7 @@ def conv2d_batchnorm(
         else:
             sums = backend.batchnorm_sums(dy.lanes, y, s.shift, tree)
         factors, dgamma, dbeta = _gradients(backend, sums, batch, scope, gamma, s)
-        gradients = _conv2d_backward(dy, x, value.deferred, weight, conv_args, factors, needs[:3])
+        gradients = _conv2d_backward(dy, x, value.deferred, weight, geometry, factors, needs[:3])
         return *gradients, dgamma, dbeta
 
     return value, vjp
@@ -286,7 +285,7 @@ def _conv2d_backward(
     x: Blocked,
     value_after: DeferredInput,
     weight: Any,
-    conv_args: tuple[check.Pair, check.Sides, check.Pair, int],
+    geometry: Geometry,
     factors: tuple[Any, Any, Any],
     needs: Needs,
 ) -> tuple[Any, Any, Any]:
@@ -304,7 +303,7 @@ def _conv2d_backward(
         dy.lanes,
         x.source,
         weight,
-        *conv_args,
+        geometry,
         batch.counts(),
         batch.tree,
         needs,
@@ -322,6 +321,7 @@ def _conv2d_backward(
 @op(blocks=True)
 def conv2d_batchnorm_predict(
     x: Blocked,
+    /,
     weight: Array,
     bias: Array | None,
     mean: Array,
@@ -329,21 +329,18 @@ def conv2d_batchnorm_predict(
     gamma: Array,
     beta: Array,
     *,
-    stride: check.PairArgument = 1,
-    padding: check.PaddingArgument = 0,
-    dilation: check.PairArgument = 1,
-    groups: int = 1,
     epsilon: float = 1e-5,
     relu: bool = False,
+    **options: Any,
 ) -> WithVjp[Blocked]:
     """Compute `conv2d_batchnorm` with the running mean and variance.
 
-    Prediction and frozen layers use this op. The arguments are as in `conv2d` and
+    Prediction and frozen layers use this op. The arguments are as in `conv2d` (`options`) and
     `batchnorm_predict`.
     """
-    conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
+    geometry = conv2d_geometry(x, weight, bias, **options)
     backend = backends.of_value(x)
-    y = backend.conv2d(x.source, weight, bias, *conv_args)
+    y = backend.conv2d(x.source, weight, bias, geometry)
     scale = backend.predict_scale(gamma, variance, epsilon)
     value = _deferred(backend, x.batch, y, mean, scale, beta, relu)
 
@@ -351,7 +348,7 @@ def conv2d_batchnorm_predict(
         _refuse_learnables(needs[3:])
         zeros = backend.zeros_like(scale)
         factors = scale, zeros, zeros
-        gradients = _conv2d_backward(dy, x, value.deferred, weight, conv_args, factors, needs[:3])
+        gradients = _conv2d_backward(dy, x, value.deferred, weight, geometry, factors, needs[:3])
         return *gradients, None, None, None, None
 
     return value, vjp

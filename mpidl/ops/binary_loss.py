@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,7 +18,14 @@ from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Needs, Var, value_of
 from mpidl.ops import check
-from mpidl.ops.label_checks import check_bounds, squeezed
+from mpidl.ops.composed import composed
+from mpidl.ops.label_checks import (
+    check_bounds,
+    check_scores,
+    checked_number,
+    checked_weights,
+    squeezed,
+)
 
 __all__ = ["binary_correct_count", "sigmoid_cross_entropy"]
 
@@ -27,7 +34,7 @@ PositiveWeights: TypeAlias = Sequence[float] | np.ndarray | None
 
 @op(blocks=True)
 def _cross_entropy(
-    logits: Blocked, targets: Blocked, *, rule: BinaryRule, ignore_label: int | None
+    logits: Blocked, targets: Any, *, rule: BinaryRule, ignore_label: int | None
 ) -> WithVjp[Partial]:
     lanes = _target_lanes("sigmoid_cross_entropy", targets, logits, ignore_label)
     backend, batch = backends.of_value(logits), logits.batch
@@ -47,32 +54,15 @@ def _cross_entropy(
     return total * weight, vjp
 
 
-@overload
+@composed
 def sigmoid_cross_entropy(
     logits: Blocked,
-    targets: Blocked,
-    *,
-    positive_weights: PositiveWeights = None,
-    ignore_label: int | None = None,
-    focal_gamma: float = 0.0,
-) -> Partial: ...
-@overload
-def sigmoid_cross_entropy(
-    logits: Var,
     targets: Blocked | Var,
     *,
     positive_weights: PositiveWeights = None,
     ignore_label: int | None = None,
     focal_gamma: float = 0.0,
-) -> Var: ...
-def sigmoid_cross_entropy(
-    logits: Any,
-    targets: Any,
-    *,
-    positive_weights: PositiveWeights = None,
-    ignore_label: int | None = None,
-    focal_gamma: float = 0.0,
-) -> Partial | Var:
+) -> Partial:
     """Return the mean binary cross-entropy of independent labels, given their scores.
 
     The result is the mean of -t log p - (1 - t) log(1 - p), with target t and p = sigmoid(logits),
@@ -116,22 +106,10 @@ def sigmoid_cross_entropy(
     positive weights correspond to alpha in that equation.
     """
     name, scores = "sigmoid_cross_entropy", value_of(logits)
-    check.images(name, scores)
-    if len(scores.shape) < 2:
-        raise ValueError(f"{name}: expected scores (N, K) or (N, K, ...), got {scores.shape}")
-    weights, classes = None, scores.shape[1]
-    if positive_weights is not None:
-        weights = np.array(positive_weights, np.float64)
-        if weights.shape != (classes,) or not (np.isfinite(weights) & (weights >= 0)).all():
-            raise ValueError(
-                f"{name}: positive_weights: expected {classes} numbers >= 0, one per label, got "
-                f"{np.array2string(weights, threshold=10)}"
-            )
-    if not 0 <= focal_gamma < math.inf:
-        raise ValueError(f"{name}: focal_gamma must be a number >= 0, got {focal_gamma}")
-    rule = BinaryRule(weights, float(focal_gamma))
-    loss: Partial | Var = _cross_entropy(logits, targets, rule=rule, ignore_label=ignore_label)
-    return loss
+    check_scores(name, scores)
+    weights = checked_weights(name, "positive_weights", positive_weights, scores.shape[1], "label")
+    rule = BinaryRule(weights, checked_number(name, "focal_gamma", focal_gamma))
+    return _cross_entropy(logits, targets, rule=rule, ignore_label=ignore_label)
 
 
 def binary_correct_count(

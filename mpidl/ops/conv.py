@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from mpidl import backends
-from mpidl.backends.shapes import conv2d_shape
+from mpidl.backends.shapes import Geometry, conv2d_shape
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Array, Needs
@@ -15,16 +15,17 @@ from mpidl.ops import check
 __all__ = ["conv2d"]
 
 
-def conv2d_arguments(
+def conv2d_geometry(
     x: Any,
     weight: Array,
     bias: Array | None,
-    stride: check.PairArgument,
-    padding: check.PaddingArgument,
-    dilation: check.PairArgument,
-    groups: int,
-) -> tuple[check.Pair, check.Sides, check.Pair, int]:
-    """Check the arguments of `conv2d`; return (stride, padding, dilation, groups) for a backend.
+    *,
+    stride: check.PairArgument = 1,
+    padding: check.PaddingArgument = 0,
+    dilation: check.PairArgument = 1,
+    groups: int = 1,
+) -> Geometry:
+    """Check the arguments of `conv2d`, and return the Geometry for a backend.
 
     Raises
     ------
@@ -46,7 +47,7 @@ def _arguments(
     padding: check.PaddingArgument,
     dilation: check.PairArgument,
     groups: int,
-) -> tuple[check.Pair, check.Sides, check.Pair, int]:
+) -> Geometry:
     """Check and convert the arguments. The cache avoids repeated checks in later mini-batches."""
     stride = check.pair("conv2d", "stride", stride, 1)
     dilation = check.pair("conv2d", "dilation", dilation, 1)
@@ -64,20 +65,17 @@ def _arguments(
     size = conv2d_shape(image_shape, weight_shape, stride, padding, dilation)
     if min(size[1:]) < 1:
         raise ValueError(f"conv2d: filters {weight_shape} leave no output for images {image_shape}")
-    return stride, padding, dilation, groups
+    return Geometry(stride, padding, dilation, groups)
 
 
 @op(blocks=True)
 def conv2d_relu(
     x: Blocked,
+    /,
     weight: Array,
     bias: Array | None,
     addend: Blocked | None = None,
-    *,
-    stride: check.PairArgument = 1,
-    padding: check.PaddingArgument = 0,
-    dilation: check.PairArgument = 1,
-    groups: int = 1,
+    **options: Any,
 ) -> WithVjp[Blocked]:
     """Return relu(conv2d(x, weight, bias) + addend), computed in one pass over the output.
 
@@ -86,31 +84,33 @@ def conv2d_relu(
 
     Parameters
     ----------
-    x, weight, bias, stride, padding, dilation, groups
+    x, weight, bias
         As in `conv2d`.
     addend
         A value with the shape of the convolution's output, such as the input of a residual block;
         by default nothing is added.
+    **options
+        The stride, padding, dilation and groups of `conv2d`.
 
     Returns
     -------
     Blocked
         The result, (N, K, P, Q).
     """
-    conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
+    geometry = conv2d_geometry(x, weight, bias, **options)
     backend, batch = backends.of_value(x), x.batch
-    shape = conv2d_shape(x.shape[1:], weight.shape, *conv_args[:3])
+    shape = conv2d_shape(x.shape[1:], weight.shape, *geometry[:3])
     if addend is not None and addend.shape[1:] != shape:
         raise ValueError(
             f"conv2d_relu: expected an addend of images {shape}, got {addend.shape[1:]}"
         )
     joined = None if addend is None else addend.lanes
-    y = backend.conv2d_relu(x.source, weight, bias, *conv_args, joined)
+    y = backend.conv2d_relu(x.source, weight, bias, geometry, joined)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dz = backend.relu_dx(dy.lanes, y)
         dx, dweight, dbias, _ = backend.conv2d_backward(
-            dz, x.source, weight, *conv_args, batch.counts(), batch.tree, needs[:3]
+            dz, x.source, weight, geometry, batch.counts(), batch.tree, needs[:3]
         )
         gradients = None if dx is None else x.like(dx), dweight, dbias
         return gradients if addend is None else (*gradients, addend.like(dz))
@@ -155,14 +155,16 @@ def conv2d(
         The result, (N, K, P, Q), with P = (H + top + bottom - dilation * (R - 1) - 1) // stride + 1
         and the corresponding Q.
     """
-    conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
+    geometry = conv2d_geometry(
+        x, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups
+    )
     backend = backends.of_value(x)
-    y = backend.conv2d(x.source, weight, bias, *conv_args)
+    y = backend.conv2d(x.source, weight, bias, geometry)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         batch = x.batch
         dx, dweight, dbias, _ = backend.conv2d_backward(
-            dy.lanes, x.source, weight, *conv_args, batch.counts(), batch.tree, needs
+            dy.lanes, x.source, weight, geometry, batch.counts(), batch.tree, needs
         )
         return None if dx is None else x.like(dx), dweight, dbias
 

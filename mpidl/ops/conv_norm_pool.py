@@ -10,7 +10,7 @@ from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Array, Needs
 from mpidl.ops import check, pool
-from mpidl.ops.conv import conv2d_arguments
+from mpidl.ops.conv import conv2d_geometry
 from mpidl.ops.lrn import check_window
 
 
@@ -47,20 +47,20 @@ def conv2d_relu_norm_max_pool(
     Blocked
         The result, (N, K, P, Q).
     """
-    conv_args = conv2d_arguments(x, weight, bias, **options)
+    geometry = conv2d_geometry(x, weight, bias, **options)
     backend, batch = backends.of_value(x), x.batch
-    shape = conv2d_shape(x.shape[1:], weight.shape, *conv_args[:3])
+    shape = conv2d_shape(x.shape[1:], weight.shape, *geometry[:3])
     check_window("cross_channel_norm", *norm)
     pool_args = pool.windows("max_pool2d", shape, *windows, pool.PLACES)[:3]
     window, alpha, beta, k = norm
     norm_args = window, float(alpha), float(beta), float(k)
-    y = backend.conv2d_relu(x.source, weight, bias, *conv_args, None)
+    y = backend.conv2d_relu(x.source, weight, bias, geometry, None)
     pooled, argmax = backend.norm_max_pool(y, *norm_args, *pool_args)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dz = backend.norm_max_pool_relu_dx(dy.lanes, argmax, y, *norm_args, *pool_args)
         dx, dweight, dbias, _ = backend.conv2d_backward(
-            dz, x.source, weight, *conv_args, batch.counts(), batch.tree, needs
+            dz, x.source, weight, geometry, batch.counts(), batch.tree, needs
         )
         return None if dx is None else x.like(dx), dweight, dbias
 

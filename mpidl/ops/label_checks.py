@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,6 +106,37 @@ def check_bounds(
             check_limits(counted.min(), counted.max())
     else:  # the host checks the bounds of labels on a GPU later
         uploaded.bounds.hold(check_limits)
+
+
+def checked_weights(
+    name: str, option: str, weights: Any, count: int, noun: str = "class"
+) -> np.ndarray | None:
+    """Return weights as float64 (count,), or None; raise ValueError if they are invalid."""
+    if weights is None:
+        return None
+    numbers = np.array(weights, np.float64)
+    if numbers.shape != (count,) or not (np.isfinite(numbers) & (numbers >= 0)).all():
+        raise ValueError(
+            f"{name}: {option}: expected {count} numbers >= 0, one per {noun}, got "
+            f"{np.array2string(numbers, threshold=10)}"
+        )
+    return numbers
+
+
+def check_ignored(name: str, ignore_label: int | None, classes: int) -> None:
+    """Raise ValueError if the ignored label is one of the classes."""
+    if ignore_label is not None and 0 <= ignore_label < classes:
+        raise ValueError(
+            f"{name}: ignore_label must be outside 0..{classes - 1}, the classes of the scores, "
+            f"got {ignore_label}"
+        )
+
+
+def checked_number(name: str, option: str, value: float) -> float:
+    """Return a number as a float; raise ValueError unless it is at least 0 and finite."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}: {option} must be a number >= 0, got {value}")
+    return float(value)
 
 
 def squeezed(shape: Sequence[int]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,7 +18,15 @@ from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Needs, Var, value_of
 from mpidl.ops import check
-from mpidl.ops.label_checks import check_scores, label_lanes, squeezed
+from mpidl.ops.composed import composed
+from mpidl.ops.label_checks import (
+    check_ignored,
+    check_scores,
+    checked_number,
+    checked_weights,
+    label_lanes,
+    squeezed,
+)
 from mpidl.ops.probabilities import is_soft, soft_correct_count, soft_cross_entropy
 
 __all__ = [
@@ -34,7 +42,7 @@ ClassWeights: TypeAlias = Sequence[float] | np.ndarray | None
 
 @op(blocks=True)
 def _cross_entropy_of_labels(
-    logits: Blocked, labels: Blocked, *, rule: LabelRule, ignore_label: int | None
+    logits: Blocked, labels: Any, *, rule: LabelRule, ignore_label: int | None
 ) -> WithVjp[Partial]:
     lanes = label_lanes("softmax_cross_entropy", labels, logits, ignore_label)
     backend, batch = backends.of_value(logits), logits.batch
@@ -54,35 +62,16 @@ def _cross_entropy_of_labels(
     return total * weight, vjp
 
 
-@overload
+@composed
 def softmax_cross_entropy(
     logits: Blocked,
-    labels: Blocked,
-    *,
-    class_weights: ClassWeights = None,
-    label_smoothing: float = 0.0,
-    ignore_label: int | None = None,
-    focal_gamma: float = 0.0,
-) -> Partial: ...
-@overload
-def softmax_cross_entropy(
-    logits: Var,
     labels: Blocked | Var,
     *,
     class_weights: ClassWeights = None,
     label_smoothing: float = 0.0,
     ignore_label: int | None = None,
     focal_gamma: float = 0.0,
-) -> Var: ...
-def softmax_cross_entropy(
-    logits: Any,
-    labels: Any,
-    *,
-    class_weights: ClassWeights = None,
-    label_smoothing: float = 0.0,
-    ignore_label: int | None = None,
-    focal_gamma: float = 0.0,
-) -> Partial | Var:
+) -> Partial:
     """Return the mean of -log softmax(logits)[label] over all images and pixels.
 
     The mean is over the global mini-batch, and the softmax is over the K classes.
@@ -125,50 +114,32 @@ def softmax_cross_entropy(
     """
     scores = value_of(logits)
     check_scores("softmax_cross_entropy", scores)
-    _check_ignored(ignore_label, scores.shape[1])
+    check_ignored("softmax_cross_entropy", ignore_label, scores.shape[1])
     rule = _rule(scores.shape[1], class_weights, label_smoothing, focal_gamma)
-    loss: Partial | Var
     if is_soft(labels, scores):
         if rule.class_weights is not None or rule.gamma or ignore_label is not None:
             raise ValueError(
                 "softmax_cross_entropy: expected integer labels with class_weights, ignore_label "
                 "or focal_gamma, got floats"
             )
-        loss = soft_cross_entropy(logits, labels, smoothing=rule.smoothing)
-    else:
-        loss = _cross_entropy_of_labels(logits, labels, rule=rule, ignore_label=ignore_label)
-    return loss
+        return soft_cross_entropy(logits, labels, smoothing=rule.smoothing)
+    return _cross_entropy_of_labels(logits, labels, rule=rule, ignore_label=ignore_label)
 
 
 def _rule(
     classes: int, class_weights: ClassWeights, label_smoothing: float, focal_gamma: float
 ) -> LabelRule:
     """Check the arguments of `softmax_cross_entropy`, and return them as a LabelRule."""
-    name, weights = "softmax_cross_entropy", None
-    if class_weights is not None:
-        weights = np.array(class_weights, np.float64)
-        if weights.shape != (classes,) or not (np.isfinite(weights) & (weights >= 0)).all():
-            raise ValueError(
-                f"{name}: class_weights: expected {classes} numbers >= 0, one per class, got "
-                f"{np.array2string(weights, threshold=10)}"
-            )
+    name = "softmax_cross_entropy"
+    weights = checked_weights(name, "class_weights", class_weights, classes)
     if not 0 <= label_smoothing < 1:
         raise ValueError(
             f"{name}: label_smoothing must be at least 0 and below 1, got {label_smoothing}"
         )
-    if not 0 <= focal_gamma < math.inf:
-        raise ValueError(f"{name}: focal_gamma must be a number >= 0, got {focal_gamma}")
-    if label_smoothing and focal_gamma:
+    gamma = checked_number(name, "focal_gamma", focal_gamma)
+    if label_smoothing and gamma:
         raise ValueError(f"{name}: the focal loss takes no label_smoothing")
-    return LabelRule(weights, float(label_smoothing), float(focal_gamma))
-
-
-def _check_ignored(ignore_label: int | None, classes: int) -> None:
-    if ignore_label is not None and 0 <= ignore_label < classes:
-        raise ValueError(
-            f"ignore_label must be outside 0..{classes - 1}, the classes of the scores, got "
-            f"{ignore_label}"
-        )
+    return LabelRule(weights, float(label_smoothing), gamma)
 
 
 def label_count(
@@ -198,7 +169,7 @@ def label_count(
     """
     value: Blocked = value_of(scores)
     classes, batch = value.shape[1], value.batch
-    _check_ignored(ignore_label, classes)
+    check_ignored("label_count", ignore_label, classes)
     rule = _rule(classes, class_weights, 0.0, 0.0)
     lanes = label_lanes("label_count", labels, value, ignore_label)
     return backends.of_value(value).label_weight(lanes, batch.counts(), batch.tree, rule, classes)

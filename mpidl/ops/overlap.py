@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -14,16 +14,24 @@ from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Needs, Var, value_of
-from mpidl.ops.label_checks import check_scores, label_lanes
+from mpidl.ops.check import are_numbers
+from mpidl.ops.composed import composed
+from mpidl.ops.label_checks import (
+    check_ignored,
+    check_scores,
+    checked_number,
+    checked_weights,
+    label_lanes,
+)
 
-__all__ = ["dice_loss"]
+__all__ = ["dice_loss", "tversky_loss"]
 
 EPSILON = 1e-8  # the default smoothing of the generalized loss, as in MATLAB
 
 
 @op(blocks=True)
 def _overlap(
-    scores: Blocked, labels: Blocked, *, name: str, rule: OverlapRule, ignore_label: int | None
+    scores: Blocked, labels: Any, *, name: str, rule: OverlapRule, ignore_label: int | None
 ) -> WithVjp[Partial]:
     lanes = label_lanes(name, labels, scores, ignore_label, max(scores.shape[1], 2))
     backend, batch, x = backends.of_value(scores), scores.batch, scores.lanes
@@ -44,62 +52,36 @@ def _overlap(
 
 
 def _overlap_loss(
-    name: str, scores: Any, labels: Any, *, rule: OverlapRule, ignore_label: int | None
-) -> Partial | Var:
+    name: str,
+    scores: Blocked,
+    labels: Blocked | Var,
+    *,
+    rule: OverlapRule,
+    ignore_label: int | None,
+) -> Partial:
     """Check the arguments of the op `name`, and return its loss."""
     value: Blocked = value_of(scores)
     check_scores(name, value)
     classes = value.shape[1]
-    if rule.class_weights is not None:
-        weights = np.array(rule.class_weights, np.float64)
-        valid = np.isfinite(weights) & (weights >= 0)
-        if weights.shape != (classes,) or not valid.all() or not weights.any():
-            raise ValueError(
-                f"{name}: class_weights: expected {classes} numbers >= 0, one per class, got "
-                f"{np.array2string(weights, threshold=10)}"
-            )
-        rule = rule._replace(class_weights=weights)
-    if not 0 <= rule.smooth < math.inf:
-        raise ValueError(f"{name}: smooth must be a number >= 0, got {rule.smooth}")
-    if ignore_label is not None and 0 <= ignore_label < max(classes, 2):
-        raise ValueError(
-            f"{name}: ignore_label must be outside 0..{max(classes, 2) - 1}, the classes of the "
-            f"scores, got {ignore_label}"
-        )
-    rule = rule._replace(smooth=float(rule.smooth))
-    loss: Partial | Var = _overlap(scores, labels, name=name, rule=rule, ignore_label=ignore_label)
-    return loss
+    weights = checked_weights(name, "class_weights", rule.class_weights, classes)
+    if weights is not None and not weights.any():
+        raise ValueError(f"{name}: class_weights: expected a number > 0, got only 0")
+    check_ignored(name, ignore_label, max(classes, 2))
+    smooth = checked_number(name, "smooth", rule.smooth)
+    rule = rule._replace(class_weights=weights, smooth=smooth)
+    return _overlap(scores, labels, name=name, rule=rule, ignore_label=ignore_label)
 
 
-@overload
+@composed
 def dice_loss(
     scores: Blocked,
-    labels: Blocked,
-    *,
-    class_weights: Sequence[float] | np.ndarray | None = None,
-    smooth: float | None = None,
-    ignore_label: int | None = None,
-    generalized: bool = False,
-) -> Partial: ...
-@overload
-def dice_loss(
-    scores: Var,
     labels: Blocked | Var,
     *,
     class_weights: Sequence[float] | np.ndarray | None = None,
     smooth: float | None = None,
     ignore_label: int | None = None,
     generalized: bool = False,
-) -> Var: ...
-def dice_loss(
-    scores: Any,
-    labels: Any,
-    *,
-    class_weights: Sequence[float] | np.ndarray | None = None,
-    smooth: float | None = None,
-    ignore_label: int | None = None,
-    generalized: bool = False,
-) -> Partial | Var:
+) -> Partial:
     """Return the soft Dice loss: 1 minus the similarity of probabilities and labels.
 
     For a class, let p be the class's probability at a pixel, and g be 1 if the label of the pixel
@@ -152,3 +134,74 @@ def dice_loss(
         smooth = EPSILON if generalized else 1.0
     rule = OverlapRule(class_weights, smooth, bool(generalized))
     return _overlap_loss("dice_loss", scores, labels, rule=rule, ignore_label=ignore_label)
+
+
+@composed
+def tversky_loss(
+    scores: Blocked,
+    labels: Blocked | Var,
+    *,
+    alpha: float = 0.3,
+    beta: float = 0.7,
+    class_weights: Sequence[float] | np.ndarray | None = None,
+    smooth: float = 1.0,
+    ignore_label: int | None = None,
+) -> Partial:
+    """Return the Tversky loss, which weights false positives and false negatives differently.
+
+    For a class, let p be the class's probability at a pixel, and g be 1 if the label of the pixel
+    is the class, else 0. With sums over the pixels of an image, let TP = sum p g, FP =
+    sum p (1 - g) and FN = sum (1 - p) g. The similarity of the class in the image is
+    (2 TP + s) / (2 TP + 2 alpha FP + 2 beta FN + s), with smoothing s. The loss is the mean of
+    1 - similarity over the classes, and then over the images of the mini-batch.
+
+    Parameters
+    ----------
+    scores
+        Scores before the softmax, (N, K, ...), or before the sigmoid if K is 1, (N, 1, ...).
+    labels
+        Integers from 0 to K-1, (N, ...). If K is 1, the label 1 is the foreground, and 0 is the
+        background.
+    alpha, beta
+        Weights of the false positives and the false negatives, numbers >= 0, at least one of them
+        above 0. A larger beta finds more pixels of rare classes, with more false alarms.
+    class_weights, smooth, ignore_label
+        See `dice_loss`. The default of `smooth` is 1 pixel.
+
+    Returns
+    -------
+    Partial
+        The mean, a float64 scalar that is not yet summed over the ranks.
+
+    Raises
+    ------
+    ValueError
+        If a label is outside the classes and is not ignored, or if an argument is out of range.
+
+    Notes
+    -----
+    See Salehi, Erdogmus and Gholipour, "Tversky loss function for image segmentation using 3D fully
+    convolutional deep networks", 2017, arXiv:1706.05721. The paper's network is best with alpha =
+    0.3 and beta = 0.7. With alpha = beta = 0.5, the loss is a Dice loss with p instead of p**2 in
+    the denominator; with alpha = beta = 1, it is 1 minus the intersection over union, with a
+    smoothing of s / 2.
+    """
+    check_error_weights("tversky_loss", alpha, beta)
+    rule = OverlapRule(
+        class_weights,
+        smooth,
+        is_squared=False,
+        below=2.0 * (1 - alpha - beta),
+        chances=2.0 * alpha,
+        labelled=2.0 * beta,
+    )
+    return _overlap_loss("tversky_loss", scores, labels, rule=rule, ignore_label=ignore_label)
+
+
+def check_error_weights(name: str, alpha: Any, beta: Any) -> None:
+    """Raise ValueError unless the weights of a Tversky loss are valid."""
+    valid = are_numbers(alpha, beta) and 0 <= alpha < math.inf and 0 <= beta < math.inf
+    if not valid or alpha + beta == 0:
+        raise ValueError(
+            f"{name}: expected numbers alpha and beta >= 0, not both 0, got {alpha!r} and {beta!r}"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from mpidl import backends
 from mpidl.backends.deferred import GradientWithSums
@@ -11,8 +11,9 @@ from mpidl.backends.shapes import pool2d_shape
 from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import Needs, Var, value_of
+from mpidl.core.tape import Needs, value_of
 from mpidl.ops import check
+from mpidl.ops.composed import composed
 
 __all__ = ["average_pool2d", "global_average_pool2d", "max_pool2d"]
 
@@ -132,11 +133,8 @@ def max_pool2d(
     return x.like(y), vjp
 
 
-@overload
-def global_average_pool2d(x: Blocked) -> Blocked: ...
-@overload
-def global_average_pool2d(x: Var) -> Var: ...
-def global_average_pool2d(x: Blocked | Var) -> Blocked | Var:
+@composed
+def global_average_pool2d(x: Blocked) -> Blocked:
     """Return the mean of each channel over the pixels of an image.
 
     Parameters

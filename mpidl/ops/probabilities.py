@@ -6,7 +6,7 @@ A Partial is a sum whose terms are not yet added up over the ranks.
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op, refuse_gpu
 from mpidl.core.tape import Needs, Var, value_of
 from mpidl.ops import check
+from mpidl.ops.composed import composed
 from mpidl.ops.label_checks import check_scores, label_lanes
 from mpidl.ops.reductions import mean
 
@@ -85,7 +86,7 @@ def _cross_entropy_of_probabilities(p: np.ndarray, targets: np.ndarray) -> WithV
 
 
 @op(blocks=True)
-def soft_cross_entropy(logits: Blocked, targets: Blocked, *, smoothing: float) -> WithVjp[Partial]:
+def soft_cross_entropy(logits: Blocked, targets: Any, *, smoothing: float) -> WithVjp[Partial]:
     """Return the mean of -sum(q * log(softmax(logits))) over all images and pixels.
 
     q is (1 - smoothing) * targets + smoothing / K.
@@ -136,11 +137,8 @@ def _dtargets(logits: Blocked, targets: Blocked, scale: Any) -> np.ndarray:
     return zero_unused((-scale * logs).astype(targets.dtype), logits.batch)
 
 
-@overload
-def cross_entropy(probabilities: Blocked, targets: Blocked) -> Partial: ...
-@overload
-def cross_entropy(probabilities: Var, targets: Blocked | Var) -> Var: ...
-def cross_entropy(probabilities: Blocked | Var, targets: Blocked | Var) -> Partial | Var:
+@composed
+def cross_entropy(probabilities: Blocked, targets: Blocked | Var) -> Partial:
     """Return the mean of -sum(targets * log(probabilities)) over all images and pixels.
 
     The sum is over the K classes, and the mean is over the global mini-batch.

@@ -17,7 +17,7 @@ from typing import Any
 from mpidl.cli import arguments, start
 from mpidl.cli.parser import DESCRIBE, RUN, Parser, rank_counts, typed_command
 from mpidl.comm.simulation import Link
-from mpidl.data.storage.settings import refuse_remote
+from mpidl.data.urls import refuse_remote
 from mpidl.errors import Fault, UserError
 from mpidl.launcher import launcher
 from mpidl.options.declaration import check_value, factor

@@ -13,43 +13,67 @@ POINTS = 1000  # maximum number of points of a curve
 
 
 class Columns:
-    """Columns of float64 numbers of equal length; a missing number is NaN."""
+    """Growing columns of equal length, of float64 numbers or of integers.
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._columns = {name: array("d") for name in names}
+    A float64 number that is missing is NaN.
+    """
+
+    def __init__(self, names: Sequence[str], integers: Sequence[str] = ()) -> None:
+        self._columns = {name: array("q" if name in integers else "d") for name in names}
+        self._count = self._reserved = 0
 
     def __len__(self) -> int:
-        return len(next(iter(self._columns.values())))
+        return self._count
+
+    def reserve(self, count: int) -> None:
+        """Allocate memory for `count` rows, and write to it so that the system provides it."""
+        for column in self._columns.values():
+            column.frombytes(bytes(8 * max(0, count - self._reserved)))
+        self._reserved = max(count, self._reserved)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a row with the numbers of a record."""
+        if self._count == self._reserved:
+            self.reserve(max(16, self._count * 3 // 2))
         for name, column in self._columns.items():
-            column.append(number(record.get(name)))
+            value = record.get(name)
+            column[self._count] = value if column.typecode == "q" else number(value)
+        self._count += 1
+
+    def cut(self, count: int) -> None:
+        """Remove all rows after the first `count`."""
+        self._count = count
 
     def column(self, name: str) -> np.ndarray:
         """Return a copy of a column."""
-        return np.array(self._columns[name])
+        column = self._columns[name]
+        dtype = np.int64 if column.typecode == "q" else np.float64
+        return np.array(memoryview(column)[: self._count], dtype)
 
     def last(self, name: str) -> float:
         """Return the last number of a column, or NaN if the column is empty."""
-        return self._columns[name][-1] if len(self) else math.nan
+        return self._columns[name][self._count - 1] if self._count else math.nan
 
     def recent_mean(self, name: str, rows: int = 20) -> float:
         """Return the mean of the finite numbers in the last rows of a column, or NaN."""
-        values = [value for value in self._columns[name][-rows:] if math.isfinite(value)]
+        recent = self._columns[name][max(0, self._count - rows) : self._count]
+        values = [value for value in recent if math.isfinite(value)]
         return sum(values) / len(values) if values else math.nan
 
     def recent_rate(self, name: str, per: str, rows: int = 200) -> float:
         """Return the mean increase of a column per unit of the column `per`, over the last rows."""
+        first = self._count - min(self._count, rows)
         change, units = (
-            column[-1] - column[-min(len(column), rows)] if len(column) else 0.0
-            for column in (self._columns[name], self._columns[per])
+            self.last(name) - self._columns[name][first] if self._count else 0.0
+            for name in (name, per)
         )
         return change / units if units > 0 else math.nan
 
 
 def number(value: object) -> float:
     """Convert a value of a record to a float, or to NaN if the value is not a number."""
+    if type(value) is float:  # the usual case
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -13,10 +12,10 @@ import numpy as np
 from mpidl.errors import UserError
 from mpidl.files import unreadable
 from mpidl.report import metrics
+from mpidl.report.curves import Columns, number
 
 FILE = "metrics.jsonl"
 VISIBLE = 0.01  # difference between accuracies, or between losses as a fraction, worth a note
-MOST_RECENT = 64  # number of records to collect before they are copied to the arrays
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -51,7 +50,6 @@ class Series:
 
 FIELDS = tuple(f.name for f in fields(Series) if f.name != "metrics")
 POSITION = ("epoch", "iteration")  # fields with integer values
-VALUES = tuple(name for name in FIELDS if name not in POSITION)
 MOST_RESERVED = 1 << 18  # number of records, which take 14 MiB
 
 
@@ -131,10 +129,14 @@ KINDS = tuple(f.name for f in fields(History))
 
 
 class HistoryRecorder:
-    """Collects the records of a run in memory, 56 bytes per record."""
+    """Collects the records of a run in memory, 56 bytes per record.
+
+    `columns` has the numbers of each kind of record, {kind: Columns}.
+    """
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._columns = {kind: _Columns() for kind in KINDS}
+        self.columns = {kind: Columns(FIELDS, integers=POSITION) for kind in KINDS}
+        self._metrics: dict[str, dict[int, dict[str, float]]] = {kind: {} for kind in KINDS}
         for record in records:
             self.add(record)
 
@@ -144,126 +146,54 @@ class HistoryRecorder:
         The memory use of a long run then stays constant. The method allocates at most
         `MOST_RESERVED` records, because a run may end early.
         """
-        self._columns["iteration"].reserve(int(min(iterations, MOST_RESERVED)))
+        self.columns["iteration"].reserve(int(min(iterations, MOST_RESERVED)))
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a record with the keys of metrics.jsonl; ignore records of other kinds."""
-        kind, epoch, iteration = (record.get(name) for name in ("kind", *POSITION))
-        if kind not in KINDS or not (_is_position(epoch) and _is_position(iteration)):
+        kind = record.get("kind")
+        if kind not in KINDS or not all(_is_position(record.get(name)) for name in POSITION):
             return
-        columns = self._columns[kind]
-        columns.append((epoch, iteration), [record.get(name) for name in VALUES])
-        if isinstance(record.get("metrics"), Mapping):
-            columns.add_metrics(record["metrics"])
+        if isinstance(values := record.get("metrics"), Mapping):
+            row = len(self.columns[kind])
+            self._metrics[kind][row] = {str(name): number(v) for name, v in values.items()}
+        self.columns[kind].append(record)
 
     def cut(self, cut: metrics.Cut) -> None:
         """Remove the records that the run will repeat."""
-        for kind, columns in self._columns.items():
-            columns.cut(cut.last(kind))
+        for kind, columns in self.columns.items():
+            kept = np.searchsorted(columns.column("iteration"), cut.last(kind), "right")
+            columns.cut(int(kept))
+            self._metrics[kind] = {row: v for row, v in self._metrics[kind].items() if row < kept}
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the records in the format and order of metrics.jsonl."""
-        rows: list[dict[str, Any]] = [
-            {"kind": kind} | dict(zip((*POSITION, *VALUES), row, strict=True)) | columns.extra(i)
-            for kind, columns in self._columns.items()
-            for i, row in enumerate(columns.rows())
-        ]
-        for row in sorted(rows, key=lambda row: row["iteration"]):
-            record = {k: metrics.number(v) if isinstance(v, float) else v for k, v in row.items()}
+        records: list[dict[str, Any]] = []
+        for kind, columns in self.columns.items():
+            rows = zip(*(columns.column(name).tolist() for name in FIELDS), strict=True)
+            for i, row in enumerate(rows):
+                record = {"kind": kind, **dict(zip(FIELDS, row, strict=True))}
+                values = self._metrics[kind].get(i)
+                records.append(record if values is None else {**record, "metrics": values})
+        for record in sorted(records, key=lambda record: record["iteration"]):
+            record = metrics.finite(record)
             if record["accuracy"] is None:
                 del record["accuracy"]
             yield record
 
     def history(self) -> History:
         """Return the history so far. Later records do not change the result."""
-        return History(**{kind: columns.series() for kind, columns in self._columns.items()})
+        return History(**{kind: self._series(kind) for kind in KINDS})
 
-
-class _Columns:
-    """The records of one kind: two arrays, of integers and of floats, with a column per record."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        # Recent records that are not yet in the arrays. It is faster to copy several at a time.
-        self._recent: list[tuple[tuple[int, int], list[Any]]] = []
-        self.positions = np.zeros((len(POSITION), 16), np.int64)
-        self.values = np.zeros((len(VALUES), 16))
-        self.metrics: dict[int, dict[str, float]] = {}  # {record: its metrics}
-
-    def reserve(self, count: int) -> None:
-        """Allocate memory for `count` records, and write to it so that the system provides it."""
-        self._store()
-        if count > self.positions.shape[1]:
-            self.positions, self.values = (
-                np.pad(array[:, : self.count], ((0, 0), (0, count - self.count)), constant_values=1)
-                for array in (self.positions, self.values)
-            )
-
-    def append(self, position: tuple[int, int], values: list[Any]) -> None:
-        if self.count == self.positions.shape[1]:
-            self.reserve(self.count + self.count // 2)
-        self._recent.append((position, values))
-        self.count += 1
-        if len(self._recent) == MOST_RECENT:
-            self._store()
-
-    def _store(self):
-        if self._recent:
-            columns = slice(self.count - len(self._recent), self.count)
-            positions, values = zip(*self._recent, strict=True)
-            self.positions[:, columns] = np.transpose(positions)
-            self.values[:, columns] = np.transpose([[*map(_number, row)] for row in values])
-            self._recent.clear()
-
-    def add_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to the last record."""
-        values = {str(name): _number(value) for name, value in metrics.items()}
-        self.metrics[self.count - 1] = values
-
-    def extra(self, row: int) -> dict[str, dict[str, float | None]]:
-        """Return the field "metrics" of a record in the form that metrics.jsonl has, or {}."""
-        if row not in self.metrics:
-            return {}
-        return {"metrics": {k: metrics.number(v) for k, v in self.metrics[row].items()}}
-
-    def cut(self, iteration: int) -> None:
-        self._store()
-        iterations = self.positions[POSITION.index("iteration"), : self.count]
-        self.count = int(np.searchsorted(iterations, iteration, "right"))
-        self.metrics = {row: v for row, v in self.metrics.items() if row < self.count}
-
-    def rows(self) -> list[tuple[int | float, ...]]:
-        self._store()
-        arrays = self.positions[:, : self.count], self.values[:, : self.count]
-        positions, values = (array.T.tolist() for array in arrays)
-        return [(*p, *v) for p, v in zip(positions, values, strict=True)]
-
-    def series(self) -> Series:
-        self._store()
-        columns = [*self.positions[:, : self.count], *self.values[:, : self.count]]
-        names = (*POSITION, *VALUES)
-        arrays = {name: column.copy() for name, column in zip(names, columns, strict=True)}
-        return Series(**arrays, metrics=self._metric_arrays())
-
-    def _metric_arrays(self):
-        arrays: dict[str, np.ndarray] = {}
-        for row, values in self.metrics.items():
+    def _series(self, kind):
+        columns, arrays = self.columns[kind], {}
+        for row, values in self._metrics[kind].items():
             for name, value in values.items():
-                arrays.setdefault(name, np.full(self.count, np.nan))[row] = value
-        return arrays
+                arrays.setdefault(name, np.full(len(columns), np.nan))[row] = value
+        return Series(**{name: columns.column(name) for name in FIELDS}, metrics=arrays)
 
 
 def _is_position(value):
     return isinstance(value, int) and 0 <= value < 2**63
-
-
-def _number(value):
-    if type(value) is float:
-        return value
-    try:
-        return float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:  # an integer with more than 300 digits
-        return math.nan
 
 
 def history(run: str | os.PathLike[str]) -> History:

@@ -188,6 +188,17 @@ def _position(record):
     return record.get("kind"), record.get("epoch"), record["iteration"]
 
 
+def finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record for JSON, in which numbers that are not finite are None."""
+
+    def converted(value):
+        if isinstance(value, Mapping):
+            return finite(value)
+        return value if value is None or isinstance(value, str | int) else number(value)
+
+    return {name: converted(value) for name, value in record.items()}
+
+
 def number(value: float | None) -> float | None:
     """Convert a number for JSON: return a float, or None if the number is None or not finite."""
     return float(value) if value is not None and math.isfinite(value) else None

@@ -6,9 +6,15 @@ from typing import Any
 
 from mpidl.files import write_whole
 from mpidl.report import metrics
+from mpidl.report.history import History
+from mpidl.report.run_curves import curves_of
 
-TRAINING, VALIDATION, FAINT = "#2c6fbb", "#c8501e", "#a9c6e6"
-FINAL = "#3c8d40"  # the validation of the returned network
+STYLES: dict[str, dict[str, Any]] = {
+    "faint": {"linewidth": 0.8, "alpha": 0.4},
+    "line": {"linewidth": 1.8, "marker": "o"},
+    "dashed": {"linewidth": 1.8, "marker": "s"},
+    "points": {"linewidth": 0, "marker": "D"},
+}
 
 
 def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bool:
@@ -21,23 +27,22 @@ def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bo
         figure = new_figure(9, 6.5)
     except ImportError:
         return False
-    records = metrics.read(metrics_path)
+    history = History.from_records(metrics.read(metrics_path))
     loss_axes, accuracy_axes = figure.subplots(2, 1, sharex=True)
 
-    ends = {r["epoch"]: r["iteration"] for r in records if r.get("kind") == "epoch"}
-    _draw(loss_axes, records, ends, "loss", 1)
-    losses = [r["loss"] for r in records if r.get("loss")]
+    _draw(loss_axes, curves_of(history, "loss"), "upper right")
+    losses = [y for line in loss_axes.lines for y in line.get_ydata() if y > 0]
     if losses and max(losses) > 20 * min(losses) > 0:
         loss_axes.set_yscale("log")
     else:
         loss_axes.set_ylim(bottom=0)
     loss_axes.set_ylabel("loss")
 
-    _draw(accuracy_axes, records, ends, "accuracy", 100)
+    _draw(accuracy_axes, curves_of(history, "accuracy", 100), "lower right")
     accuracy_axes.set_ylabel("accuracy (%)")
     accuracy_axes.set_xlabel("iteration")
     accuracy_axes.xaxis.get_major_locator().set_params(integer=True)
-    _mark_epochs(loss_axes, accuracy_axes, ends)
+    _mark_epochs(loss_axes, accuracy_axes, history.epoch)
     loss_axes.set_title("Training progress", loc="left", pad=26)
 
     write_whole(png_path, png_of(figure))
@@ -69,33 +74,21 @@ def lighten(axes: Any) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _draw(axes, records, ends, key, factor):
-    """Draw one panel. The mean of an epoch is drawn at the middle of its iterations."""
-    styles = {
-        "iteration": dict(color=FAINT, linewidth=0.8, label="mini-batch"),
-        "epoch": dict(
-            color=TRAINING, linewidth=1.8, marker="o", label="training, mean over the epoch"
-        ),
-        "validation": dict(color=VALIDATION, linewidth=1.8, marker="s", label="validation"),
-        "final_validation": dict(
-            color=FINAL, linewidth=0, marker="D", label="validation of the returned network"
-        ),
-    }
-    for kind, style in styles.items():
-        points = [r for r in records if r.get("kind") == kind and r.get(key) is not None]
-        iterations = [r["iteration"] for r in points]
-        if kind == "epoch":
-            iterations = [(ends.get(r["epoch"] - 1, 0) + r["iteration"]) / 2 for r in points]
-        if points:
-            axes.plot(iterations, [r[key] * factor for r in points], markersize=4, **style)
+def _draw(axes, curves, place):
+    """Draw one panel with its legend."""
+    for name, points, colour, style in curves.values():
+        axes.plot(
+            *zip(*points, strict=True), color=colour, label=name, markersize=4, **STYLES[style]
+        )
     lighten(axes)
-    if axes.get_legend_handles_labels()[0]:
+    if curves:
         # the location "best" checks every point, which takes seconds after a long run
-        axes.legend(frameon=False, loc="upper right" if key == "loss" else "lower right")
+        axes.legend(frameon=False, loc=place)
 
 
-def _mark_epochs(loss_axes, accuracy_axes, ends):
+def _mark_epochs(loss_axes, accuracy_axes, epochs):
     """Mark the end of each epoch. If there are many, mark every second, fifth, ... epoch."""
+    ends = dict(zip(epochs.epoch.tolist(), epochs.iteration.tolist(), strict=True))
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if len(ends) <= 12 * s or s == 1000)
     marked = {epoch: iteration for epoch, iteration in ends.items() if epoch % step == 0}
     for axes in (loss_axes, accuracy_axes):

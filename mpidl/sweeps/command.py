@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mpidl.cli import arguments, train_run
 from mpidl.cli.parser import Parser
-from mpidl.data.storage.settings import refuse_remote
+from mpidl.data.urls import refuse_remote
 from mpidl.errors import Fault, FolderInUse, LostLock, UserError, describe
 from mpidl.files import on_rank_0, reason
 from mpidl.ranks import failure
@@ -18,14 +18,7 @@ from mpidl.report.progress.rows import clock
 from mpidl.sweeps import sweep as dispatch
 from mpidl.sweeps import sweep_file, trial_folder
 from mpidl.sweeps import sweep_table as report
-from mpidl.sweeps.trial_folder import (
-    COMPLETE,
-    FAILED,
-    RUNNING,
-    STOPPED,
-    WAITING,
-    TrialFolder,
-)
+from mpidl.sweeps.trial_folder import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, TrialFolder
 from mpidl.text import printable
 from mpidl.training.files import checkpoint
 from mpidl.training.files.run_lock import RunLock
@@ -181,17 +174,12 @@ class Command:
         if job.rank == 0:
             if self.writes_table:
                 self.finish((trained, time.monotonic() - start_time))
-            if not is_stopped and STOPPED in states:
+            if is_stopped or STOPPED in states:
+                waiting = f", {states.count(WAITING) + states.count(RUNNING)} not trained"
                 print(
-                    f"{stop_file.REASON}: {states.count(STOPPED)} trial(s) stopped with a "
-                    "checkpoint; to continue, run the same command again",
-                    flush=True,
-                )
-            if is_stopped:
-                waiting = states.count(WAITING) + states.count(RUNNING)
-                print(
-                    f"{name}: {states.count(STOPPED)} trial(s) stopped with a checkpoint, "
-                    f"{waiting} not trained; to continue, run the same command again",
+                    f"{name if is_stopped else stop_file.REASON}: {states.count(STOPPED)} trial(s) "
+                    f"stopped with a checkpoint{waiting if is_stopped else ''}; to continue, run "
+                    "the same command again",
                     flush=True,
                 )
         if is_stopped and any(state not in (COMPLETE, FAILED) for state in states):
@@ -218,25 +206,19 @@ class Command:
         def train_alone(world):
             with RunLock(world) as lock:
                 lock.take(folder.path, "{}")
-                return train_locked(world, lock)
+                typed = on_rank_0(world, lambda: self._prepare(group, folder))
+                # A stop file ends only this trial. A signal also reaches the outer `Signals`.
+                with folder.log(), failure.Signals() as trial_signals:
+                    trial_signals.name = signals.name
+                    try:
+                        return train_run.train(typed, world, trial_signals, lock)
+                    except Exception as error:
+                        dispatch.print_traceback(error)
+                        if isinstance(error, (UserError, Fault)) and world.rank == 0:
+                            print(f"mpidl: {error}")
+                        raise
 
-        def train_locked(world, lock):
-            typed = on_rank_0(world, lambda: self._prepare(group, folder))
-            # A stop file ends only this trial. A signal also reaches the outer `Signals`.
-            with folder.log(), failure.Signals() as trial_signals:
-                trial_signals.name = signals.name
-                try:
-                    return train_run.train(typed, world, trial_signals, lock)
-                except Exception as error:
-                    dispatch.print_traceback(error)
-                    if isinstance(error, (UserError, Fault)) and world.rank == 0:
-                        print(f"mpidl: {error}")
-                    raise
-
-        def record(error):
-            folder.write(FAILED, describe(error))
-
-        outcome = group.attempt(train_alone, record)
+        outcome = group.attempt(train_alone, lambda e: folder.write(FAILED, describe(e)))
         if isinstance(outcome.error, FolderInUse | LostLock):  # another job writes to the folder
             code = 2 if isinstance(outcome.error, FolderInUse) else 1
             self.skipped_code = max(self.skipped_code, code)
@@ -278,11 +260,10 @@ class Command:
         else:
             folder.write(COMPLETE)
             row = folder.row()
-            scores = [
-                f"{name.replace('_', ' ')} {report.cell(name, row[name])}"
-                for name in sorted(report.shown_scores([row]))
+            texts = [
+                report.describe_score(row, name) for name in sorted(report.shown_scores([row]))
             ]
-            scores = [text.replace("validation accuracy", "validation") for text in scores]
+            scores = [text.replace("validation accuracy", "validation") for text in texts]
             self._print(group, folder, f"done: {', '.join([*scores, clock(row['seconds'])])}")
         if self.writes_table:
             report.write_csv(self.out, self._rows(), self._columns(), writer=group.index)
@@ -319,10 +300,9 @@ class Command:
                 print(f"Failed: {folder.name}: {printable(str(row['error']))}")
         if self.sweep.folds:
             self._finish_folds(rows, varied)
-        elif (best := report.best_of(rows)) is not None:
-            score = report.score_of(rows)
-            text = f"{score.replace('_', ' ')} {report.cell(score, best[score])}"
-            print(f"Best: {printable(self.all[best['trial'] - 1].path)}, {text}")
+        elif (choice := report.best_of(rows)) is not None:
+            path = printable(self.all[choice[0]["trial"] - 1].path)
+            print(f"Best: {path}, {report.describe_score(*choice)}")
         if speed is not None and speed[0]:
             count, seconds = speed
             rate = 60 * count / max(seconds, 1e-9)
@@ -337,7 +317,5 @@ class Command:
         report.write_folds(self.out, summaries)
         print(f"\nMean over {folds} folds ± standard deviation:")
         report.print_folds(summaries)
-        if len(summaries) > 1 and (best := report.best_setting(summaries, folds)) is not None:
-            row, score = best
-            text = f"{score.replace('_', ' ')} {report.cell(score, row[score])}"
-            print(f"Best: trials {row['trials']}, mean {text}")
+        if len(summaries) > 1 and (choice := report.best_of(summaries, folds)) is not None:
+            print(f"Best: trials {choice[0]['trials']}, mean {report.describe_score(*choice)}")

@@ -130,7 +130,9 @@ def run(
     """
     with _claims_folder(group.job, folder) as claims, _stops(claims, group, signals) as stop_path:
         for index in range(count):
-            claimed = group.is_leader and not os.path.exists(stop_path) and _claim(claims, index)
+            is_stopping = group.is_leader and os.path.exists(stop_path)
+            # The file of a claimed trial exists.
+            claimed = group.is_leader and not is_stopping and _touch(f"{claims}/{index}")
             if group.ranks.broadcast(claimed):
                 yield index, attempt(index)
             if group.any(_is_stopping(signals)):
@@ -170,7 +172,7 @@ def _claims_folder(world, parent):
             raise UserError(f"{error.filename}: cannot be written: {reason(error)}") from error
 
     folder = on_rank_0(world, make)
-    lacking = [host for host in world.allgather(_lacks(folder, world.host)) if host]
+    lacking = [h for h in world.allgather("" if os.path.isdir(folder) else world.host) if h]
     try:
         if lacking:
             raise UserError(f"{folder}: expected a folder on all hosts, found none on {lacking[0]}")
@@ -178,15 +180,6 @@ def _claims_folder(world, parent):
     finally:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _lacks(folder, host):
-    return "" if os.path.isdir(folder) else host
-
-
-def _claim(folder, index):
-    """Claim a trial; return False if another group has claimed it."""
-    return _touch(os.path.join(folder, str(index)))
 
 
 def _touch(path):

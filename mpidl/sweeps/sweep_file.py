@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl.core import keyed
-from mpidl.data.storage.settings import Settings, check_url
+from mpidl.data.urls import Settings, check_url
 from mpidl.errors import UserError
 from mpidl.files import read_toml
 from mpidl.options.declaration import at_least, check_value, declared, rule_of
@@ -25,13 +25,8 @@ MAX_TRIALS = 100_000  # a file that describes more trials contains a typing erro
 DIGITS = 6  # significant digits of random numbers; later digits depend on the C library
 
 # Options that do not affect the weights. Their values may change when a sweep is continued.
-SPEED = (
-    """
-gpus graphs threads worker_load workers prefetch cache_mb timeout
-checkpoint_every verbose verbose_every plots
-""".split()
-    + list(declared(Settings))
-)
+SPEED = {*declared(Settings), "gpus", "graphs", "threads", "worker_load", "workers", "prefetch"}
+SPEED |= {"cache_mb", "timeout", "checkpoint_every", "verbose", "verbose_every", "plots"}
 
 Options = dict[str, Any]
 
@@ -119,8 +114,12 @@ def _checked(table, spelled):
     options = {}
     for name, value in table.items():
         option = _option(name, spelled, options)
-        options[option] = check_value(rule_of(DECLARED[option]), value, f"{spelled} {name}")
+        options[option] = _check(option, value, f"{spelled} {name}")
     return options
+
+
+def _check(option, value, spelled):
+    return check_value(rule_of(DECLARED[option]), value, spelled)
 
 
 def _option(name, spelled, earlier):
@@ -141,17 +140,14 @@ def _listed(path, tables):
 
 def _grid(path, table):
     """Return all combinations of the lists of values; the last option varies fastest."""
-    choices = {}
+    choices, spelled = {}, f"{path}: [grid]"
     for name, values in table.items():
-        spelled = f"{path}: [grid]"
         option = _option(name, spelled, choices)
         if not isinstance(values, list) or not values:
             raise UserError(f"{spelled} {name} must be a list of values, found {values}")
-        choices[option] = [
-            check_value(rule_of(DECLARED[option]), value, f"{spelled} {name}") for value in values
-        ]
+        choices[option] = [_check(option, value, f"{spelled} {name}") for value in values]
     if not choices:
-        raise UserError(f"{path}: [grid] must have lists of values, found none")
+        raise UserError(f"{spelled} must have lists of values, found none")
     _check_count(math.prod(map(len, choices.values())), path)
     return [dict(zip(choices, row, strict=True)) for row in itertools.product(*choices.values())]
 
@@ -164,7 +160,7 @@ def _random(path, table):
     if COUNT not in table:
         raise UserError(f"{spelled} expected {COUNT}, the number of trials, found none")
     count = check_value(at_least(1), table.pop(COUNT), f"{spelled} {COUNT}")
-    seed = check_value(rule_of(DECLARED["seed"]), table.pop(SEED, 0), f"{spelled} {SEED}")
+    seed = _check("seed", table.pop(SEED, 0), f"{spelled} {SEED}")
     if not table:
         raise UserError(f"{spelled} must have ranges of options, found none")
     _check_count(count, path)
@@ -172,12 +168,9 @@ def _random(path, table):
     for name, value in table.items():
         option = _option(name, spelled, trials[0])
         draw = _distribution(value, f"{spelled} {name}")
-        for trial, number in zip(
-            trials, keyed.uniform(seed, f"sweep {option}", count), strict=True
-        ):
-            trial[option] = check_value(
-                rule_of(DECLARED[option]), draw(number), f"{spelled} {name}"
-            )
+        uniform = keyed.uniform(seed, f"sweep {option}", count)
+        for trial, number in zip(trials, uniform, strict=True):
+            trial[option] = _check(option, draw(number), f"{spelled} {name}")
     return trials
 
 

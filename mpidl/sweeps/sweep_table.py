@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import os
 import statistics
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidl.files import sync_folder, write_whole
-from mpidl.report import plots
+from mpidl.report import plots, run_curves
 from mpidl.report.progress.rows import clock
 from mpidl.report.progress.terminal import terminal_width
 
@@ -18,12 +19,8 @@ RESULTS = """
 state accuracy loss validation_accuracy validation_loss epochs
 iterations seconds weights_sha256 error
 """.split()
-SCORES = (
-    "validation_accuracy",
-    "accuracy",
-    "validation_loss",
-    "loss",
-)  # trials are ranked by the first score that all ended trials have
+# Trials are ranked by the first score that all ended trials have.
+SCORES = ("validation_accuracy", "accuracy", "validation_loss", "loss")
 MAX_PANELS = 6
 
 # The columns of a trial: "trial" (its number), the options that vary, and RESULTS. A missing value
@@ -36,38 +33,39 @@ def column_of(option: str) -> str:
     return f"{option}_option" if option in RESULTS else option
 
 
-def score_of(rows: Sequence[Row]) -> str:
-    """Return the name of the score that ranks trials.
+def best_of(rows: Sequence[Row], folds: int | None = None) -> tuple[Row, str] | None:
+    """Return the best trial, or the best setting of `folds` trials, and the score that ranks them.
 
-    The score is the first of these that all ended trials have: validation accuracy, test accuracy,
-    validation loss, test loss. Trials without any score, such as those with NaN weights, do not
-    count. The result is "loss" if there is no such score, or if no trial has ended.
+    Only ended trials, and settings whose folds have all ended, are compared. The score is the first
+    of `SCORES` that all of them have; those without any score, such as trials with NaN weights, do
+    not count. Among equal scores, the lowest loss is best, then the first row. Return None if no
+    row has a score.
     """
-    trained = [row for row in rows if row["state"] == "done" and _has_scores(row)]
-    for name in SCORES:
-        if trained and all(row[name] is not None for row in trained):
-            return name
-    return "loss"
-
-
-def best_of(rows: Sequence[Row]) -> Row | None:
-    """Return the trial with the best score, or None if no trial has a score.
-
-    Among equal scores, the trial with the lowest loss is best, then the first trial.
-    """
-    score = score_of(rows)
-    scored = [row for row in rows if row["state"] == "done" and row[score] is not None]
-    sign = -1 if score.endswith("accuracy") else 1
+    score = score_of(rows, folds)
+    scored = [row for row in _ended(rows, folds) if row[score] is not None]
 
     def order(row):
         loss = row[score.replace("accuracy", "loss")]
-        return sign * row[score], float("inf") if loss is None else loss
+        rank = -row[score] if score.endswith("accuracy") else row[score]
+        return rank, math.inf if loss is None else loss
 
-    return min(scored, key=order, default=None)
+    return (min(scored, key=order), score) if scored else None
 
 
-def _has_scores(row):
-    return any(row[name] is not None for name in SCORES)
+def score_of(rows: Sequence[Row], folds: int | None = None) -> str:
+    """Return the name of the score by which `best_of` ranks rows; "loss" if they share no score."""
+    ended = _ended(rows, folds)
+    return next((n for n in SCORES if ended and all(row[n] is not None for row in ended)), "loss")
+
+
+def _ended(rows, folds):
+    """Return the rows of trials or settings that have ended with a score."""
+    return [
+        row
+        for row in rows
+        if (row["state"] == "done" if folds is None else row["done"] == folds)
+        and any(row[name] is not None for name in SCORES)
+    ]
 
 
 def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: int = 0) -> None:
@@ -76,13 +74,8 @@ def write_csv(folder: str, rows: Sequence[Row], varied: Sequence[str], writer: i
     Several processes may write at the same time, so `writer` is the number of this one. Raises
     UserError if the file cannot be written.
     """
-    text = io.StringIO()
-    columns = ["trial", *varied, *RESULTS]
-    table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
     part = os.path.join(folder, f".{CSV}.{writer}")
-    write_whole(part, text.getvalue().encode())
+    write_whole(part, _csv(rows, ["trial", *varied, *RESULTS]))
     os.replace(part, os.path.join(folder, CSV))
     sync_folder(folder)
 
@@ -129,25 +122,15 @@ def print_folds(summaries: Sequence[Row]) -> None:
 
 def write_folds(folder: str, summaries: Sequence[Row]) -> None:
     """Write the result of `fold_rows` to DIR/folds.csv; raise UserError if writing fails."""
+    write_whole(os.path.join(folder, FOLDS_CSV), _csv(summaries, list(summaries[0])))
+
+
+def _csv(rows, columns):
     text = io.StringIO()
-    table = csv.DictWriter(text, list(summaries[0]), lineterminator="\n")
+    table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     table.writeheader()
-    table.writerows(summaries)
-    write_whole(os.path.join(folder, FOLDS_CSV), text.getvalue().encode())
-
-
-def best_setting(summaries: Sequence[Row], folds: int) -> tuple[Row, str] | None:
-    """Return the setting with the best mean score, and the name of the score.
-
-    Only settings with `folds` ended folds and a score are compared, by the first of `SCORES` that
-    all these settings have. Return None if there is no such setting or no such score.
-    """
-    complete = [row for row in summaries if row["done"] == folds and _has_scores(row)]
-    for name in SCORES:
-        if complete and all(row[name] is not None for row in complete):
-            sign = -1 if name.endswith("accuracy") else 1
-            return min(complete, key=lambda row: sign * row[name]), name
-    return None
+    table.writerows(rows)
+    return text.getvalue().encode()
 
 
 def print_table(rows: Sequence[Row], varied: Sequence[str]) -> None:
@@ -161,6 +144,11 @@ def print_table(rows: Sequence[Row], varied: Sequence[str]) -> None:
     while max(map(len, lines := _lines(rows, columns))) > width and optional:
         columns.remove(optional.pop())
     print("\n".join(lines))
+
+
+def describe_score(row: Row, score: str) -> str:
+    """Return a text such as "validation accuracy 0.9812"."""
+    return f"{score.replace('_', ' ')} {cell(score, row[score])}"
 
 
 def _lines(rows, columns):
@@ -210,12 +198,12 @@ def draw(folder: str, rows: Sequence[Row], varied: Sequence[str]) -> bool:
     Return False if matplotlib is not installed or no trial has a score. Raise UserError if the file
     cannot be written.
     """
-    best, score = best_of(rows), score_of(rows)
+    if (choice := best_of(rows)) is None:
+        return False
+    best, score = choice
     scored = [row for row in rows if row[score] is not None]
     names = [name for name in varied if len({str(row.get(name)) for row in scored}) > 1]
     names = names[:MAX_PANELS] or ["trial"]
-    if best is None:
-        return False
     try:
         figure = plots.new_figure(3.2 * max(len(names), 2), 3.4)
     except ImportError:
@@ -223,12 +211,19 @@ def draw(folder: str, rows: Sequence[Row], varied: Sequence[str]) -> bool:
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     factor = 100 if score.endswith("accuracy") else 1
     for axes, name in zip(panels, names, strict=True):
-        values, is_number = [row.get(name) for row in scored], True
-        if not all(isinstance(value, (int, float)) for value in values):
-            values, is_number = [str(value) for value in values], False
-        axes.scatter(values, [row[score] * factor for row in scored], color=plots.TRAINING, s=22)
-        place = str(best.get(name)) if not is_number else best[name]
-        axes.scatter([place], [best[score] * factor], color=plots.VALIDATION, s=46, label="best")
+        values = [row.get(name) for row in scored]
+        is_number = all(isinstance(value, int | float) for value in values)
+        values = values if is_number else [str(value) for value in values]
+        axes.scatter(
+            values, [row[score] * factor for row in scored], color=run_curves.TRAINING, s=22
+        )
+        axes.scatter(
+            [values[scored.index(best)]],
+            [best[score] * factor],
+            color=run_curves.VALIDATION,
+            s=46,
+            label="best",
+        )
         if is_number and min(values) > 0 and max(values) >= 20 * min(values):
             axes.set_xscale("log")
         axes.set_xlabel(name.replace("_", " "))

@@ -18,17 +18,10 @@ from mpidl.training.files import checkpoint
 RECORD, LOG, SUMMARY = "trial.json", "console.log", "summary.json"
 WAITING, RUNNING, COMPLETE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
 STATES = (WAITING, RUNNING, COMPLETE, FAILED, STOPPED)
-# {column of the table: name in summary.json}
-FIGURES = {
-    "accuracy": "accuracy",
-    "loss": "loss",
-    "validation_accuracy": "validation_accuracy",
-    "validation_loss": "validation_loss",
-    "epochs": "epochs",
-    "iterations": "iterations",
-    "seconds": "train_seconds",
-    "weights_sha256": "weights_sha256",
-}
+# Columns of the table whose values are in summary.json; "seconds" is called "train_seconds" there.
+FIGURES = """
+accuracy loss validation_accuracy validation_loss epochs iterations seconds weights_sha256
+""".split()
 
 
 class TrialFolder(NamedTuple):
@@ -60,7 +53,8 @@ class TrialFolder(NamedTuple):
         """Return the row of the trial in the table of the sweep, without the options."""
         record, state = self._record(), self.state()
         summary = _read_json(os.path.join(self.path, SUMMARY)) if state == COMPLETE else {}
-        figures = {column: summary.get(name) for column, name in FIGURES.items()}
+        summary |= {"seconds": summary.get("train_seconds")}
+        figures = {name: summary.get(name) for name in FIGURES}
         error = record.get("error") if state == FAILED else None
         return {"trial": self.number, "state": state, **figures, "error": error}
 

@@ -25,12 +25,8 @@ class PartObjective:
     """A loss function that also returns the sum of each term of the loss, without its factor.
 
     A factor, such as 1 / (images of the mini-batch), rounds. It must be applied to the sum over all
-    parts, as without parts, and not to the sum of each part.
-
-    Parameters
-    ----------
-    function : callable
-        The function f(net, images, targets), which returns a tuple with the loss first.
+    parts, as without parts, and not to the sum of each part. `function(net, images, targets)`
+    returns a tuple with the loss first.
     """
 
     def __init__(self, function: Callable[..., tuple[Any, ...]]) -> None:
@@ -64,25 +60,8 @@ def accumulated(
 
     The gradients and results of the parts are summed in a tree. Each leaf of this tree is a node of
     the tree over the blocks of the mini-batch. Each part starts with the network state that the
-    previous part left, so batch normalization computes its statistics separately for each part.
-
-    Parameters
-    ----------
-    gradient : callable
-        A function that `value_and_grad` returned for `objective` with `reduce=world`.
-    objective : PartObjective
-        The loss.
-    net : Network
-        The network, which is not changed.
-    images, targets : Blocked
-        A mini-batch that is divided into parts.
-
-    Returns
-    -------
-    value : tuple of ndarray
-        The results over the mini-batch.
-    gradients, state : dict
-        {name: array}: the gradients of the mini-batch, and the network state after the last part.
+    previous part left, so batch normalization computes its statistics separately for each part. The
+    network is not changed; the state that is returned is that after the last part.
     """
     assert isinstance(images.batch, PartedBatch)
     count, sums, net = len(images.batch.parts), {}, copy.copy(net)
@@ -99,17 +78,7 @@ def accumulated(
 
 
 def check(options: Any, loss: Any, device: Any) -> None:
-    """Raise UserError if the options request gradient accumulation that this run cannot perform.
-
-    Parameters
-    ----------
-    options : TrainingOptions
-        The options of the run.
-    loss : str or function
-        The loss, as `TrainingOptions.loss_for` returns it.
-    device : CudaDevice or None
-        The GPU of this rank. None if the rank computes on the CPU.
-    """
+    """Raise UserError if the options request gradient accumulation that this run cannot perform."""
     if options.accumulate == 1:
         return
     flag, problem = f"--accumulate {options.accumulate}", None

@@ -52,7 +52,8 @@ class GPUStep:
         net.to(world.device)
         try:
             optimizer.prepare(net.parameters)
-            recorder = Recorder(launching.device())
+            owned = [*net.parameters.values(), *net.state.values()]
+            recorder = Recorder(launching.device(), owned)
             with launching.through(recorder), phases.named_places():
                 record(recorder, net, optimizer, gradient, *reader.read())
                 self.value = recorder.values

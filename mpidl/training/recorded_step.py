@@ -61,18 +61,9 @@ def record(
 ) -> None:
     """Run the Python code of a training step once, while its kernel calls are recorded.
 
-    Parameters
-    ----------
-    recorder
-        The recorder, which must take the kernel calls of this thread.
-    net, optimizer
-        The network and the optimizer, whose arrays the program updates in place.
-    gradient
-        A function that `value_and_grad` returned for `reduce=world`.
-    images, targets
-        The mini-batch.
-    at_update
-        Function that receives the results of `gradient` and returns whether to record the update.
+    The recorder must take the kernel calls of this thread. `gradient` is what `value_and_grad`
+    returned for `reduce=world`. `at_update` receives its results, and returns whether to record the
+    update, which changes the arrays of the network and the optimizer in place.
     """
     results = value, gradients, state = gradient(net, images, targets)
     for number in value:

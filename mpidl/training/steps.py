@@ -23,24 +23,47 @@ from mpidl.training.optimizers import Optimizer
 
 
 class StepInfo(NamedTuple):
-    """Description of a submitted training step."""
+    """Description of a submitted training step.
 
-    epoch: int  # from 1, like the iteration
+    Attributes
+    ----------
+    epoch, iteration : int
+        Epoch and iteration of the step, from 1.
+    images : int
+        Number of images in the mini-batch, summed over all ranks.
+    learning_rate : float
+        Learning rate of the step.
+    start : float
+        time.monotonic() at the start of the step, in seconds.
+    """
+
+    epoch: int
     iteration: int
-    images: int  # in the mini-batch, on all ranks
+    images: int
     learning_rate: float
-    start: float  # time.monotonic() at the start of the step, in seconds
+    start: float
 
 
 class StepResult(NamedTuple):
-    """The result of a completed training step."""
+    """The result of a completed training step.
+
+    Attributes
+    ----------
+    info : StepInfo
+        Description of the step.
+    loss : float
+        Loss of the mini-batch.
+    correct : float or None
+        Number of correctly classified images. An image with several labels counts as the
+        fraction of its labels that are correct. None if the loss has no classes.
+    images_per_second : float
+        Number of images in the mini-batch divided by the seconds since the start of the step.
+    """
 
     info: StepInfo
     loss: float
-    # Number of correctly classified images, or None if the loss has no classes. An image with
-    # several labels counts as the fraction of its labels that are correct.
     correct: float | None
-    images_per_second: float  # in the time since the start of the step
+    images_per_second: float
 
     @property
     def accuracy(self) -> float | None:

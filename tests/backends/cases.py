@@ -106,9 +106,9 @@ def convolution(label, shape, backends=("cpu", "gpu")):
     image, (k, r, s), stride, padding, dilation, groups = shape
     weight = filters(k, image[0] // groups, r, s)
     y = shapes.conv2d_shape(image, weight.shape, stride, padding, dilation)
-    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    forward = {"x": lanes(*image), "weight": weight, "bias": vector(k)} | geometry
-    backward = {"dy": cotangent(*y), "x": lanes(*image), "weight": weight} | geometry
+    shared = {"weight": weight, "geometry": shapes.Geometry(stride, padding, dilation, groups)}
+    forward = {"x": lanes(*image), "bias": vector(k)} | shared
+    backward = {"dy": cotangent(*y), "x": lanes(*image)} | shared
     settings = algorithms(label, (r, s), stride, dilation)
     options = {"backends": backends, "settings": settings}
     options["numbers_only"] = label not in ("3x3", "3x3 by 2", "unequal in both directions")
@@ -135,18 +135,17 @@ def separate_activation_sums(backend, dy, source, tree):
 
 def moments_after(backend, a):
     """Compute the result of conv2d_moments by separate functions."""
-    y = backend.conv2d(*(a[name] for name in ("x", "weight", "bias", *GEOMETRY)))
+    y = backend.conv2d(*(a[name] for name in ("x", "weight", "bias", "geometry")))
     return y, backend.moments(y, a["counts"], a["tree"])
 
 
 def relu_after(backend, a):
     """Compute the result of conv2d_relu by separate functions."""
-    y = backend.conv2d(*(a[name] for name in ("x", "weight", "bias", *GEOMETRY)))
+    y = backend.conv2d(*(a[name] for name in ("x", "weight", "bias", "geometry")))
     return backend.relu(y if a["addend"] is None else backend.add(y, a["addend"]))
 
 
-GEOMETRY = ("stride", "padding", "dilation", "groups")
-BETWEEN = ("x", "weight", *GEOMETRY, "counts", "tree")
+BETWEEN = ("x", "weight", "geometry", "counts", "tree")
 
 
 def through_activations(backend, a):
@@ -176,7 +175,7 @@ def fused_convolution(label, shape, backends=("cpu", "gpu")):
     image, (k, r, s), *geometry = shape
     weight = filters(k, image[0] // geometry[3], r, s)
     y = shapes.conv2d_shape(image, weight.shape, *geometry[:3])
-    shared = {"weight": weight} | dict(zip(GEOMETRY, geometry, strict=True))
+    shared = {"weight": weight, "geometry": shapes.Geometry(*geometry)}
     forward = {"x": deferred(*image), "bias": vector(k)} | shared
     backward = shared | {
         "dy": cotangent(*y),

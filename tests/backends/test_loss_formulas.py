@@ -86,6 +86,17 @@ def dice(x, y, weights=None, smooth=1.0, generalized=False):
     return sum(w / w.sum() * losses)
 
 
+def tversky(x, y, alpha, beta):
+    """Salehi et al., 2017, with smoothing by half a pixel."""
+    single, counted = len(x) == 1, y != IGNORED
+    p = 1 / (1 + np.exp(-x)) if single else np.exp(log_softmax(x))
+    p = p[:, counted]
+    g = np.array([y[counted] == k + single for k in range(len(x))])
+    right = (p * g).sum(axis=1) + 0.5
+    errors = alpha * (p * ~g).sum(axis=1) + beta * ((1 - p) * g).sum(axis=1)
+    return (1 - right / (right + errors)).mean()
+
+
 def correct(x, y):
     """Accuracy has no value if the largest score is unknown."""
     counted = x[:, y != IGNORED]
@@ -126,7 +137,7 @@ def add_loss(name, function, formula, targets, *options, **keywords):
     add(name, loss, formula, targets, gradient)
 
 
-def add_dice(name, rule, formula, classes=K):
+def add_overlap(name, rule, formula, classes=K):
     def chances(b, x):
         return b.elementwise("sigmoid", x).astype(np.float64) if classes == 1 else b.softmax(x)
 
@@ -168,9 +179,13 @@ for name, rule in {
     "dice, generalized, weighted": OverlapRule(WEIGHTS, 0.0, True),
 }.items():
     formula = functools.partial(dice, weights=rule[0], smooth=rule[1], generalized=rule[2])
-    add_dice(name, rule, formula)
+    add_overlap(name, rule, formula)
     if rule.class_weights is None:
-        add_dice(f"{name}, one output", rule, formula, classes=1)
+        add_overlap(f"{name}, one output", rule, formula, classes=1)
+for classes in (1, K):
+    rule = OverlapRule(None, 1.0, is_squared=False, below=-2.2, chances=0.4, labelled=3.8)
+    formula = functools.partial(tversky, alpha=0.2, beta=1.9)
+    add_overlap(f"tversky, {classes} outputs", rule, formula, classes=classes)
 for name, formula, targets in (
     ("correct_count", correct, "labels"),
     ("soft_correct_count", soft_correct, "chances"),

@@ -78,6 +78,9 @@ def overlap_losses(classes, pixels, label, large):
         "plain": OverlapRule(),
         "weighted, not smoothed": OverlapRule(weights, 0.0),
         "generalized": OverlapRule(weights, 0.5, True),
+        "of errors": OverlapRule(
+            weights, 0.5, is_squared=False, below=-0.4, chances=0.6, labelled=1.8
+        ),
     }.items():
         call = f"{label}, {name}", arguments | {"rule": rule}
         yield Case("overlap", *call, 1e-13, True, call=loss)

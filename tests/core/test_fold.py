@@ -239,22 +239,6 @@ def test_replicated_addends_count_once():
     assert replicated.finish([]) == 7 and replicated.terms == []
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3,)])
-def test_a_finisher_repeats_finish_with_new_values(shape):
-    (tree,) = shares(3, 1)
-    p = counted(tree, wide(5, 3, *shape)).partial(shape)
-    penalty = np.full(shape, 0.5, "f4")
-    for value in (p, p * 0.3, p / 7 + p, p * 0.3 + penalty, (p * 0.3).astype("f8")):
-        roots = [np.array(term.nodes[0]) for term in value.terms]
-        finish = value.finisher(roots)
-        for seed in range(3):
-            for root in roots:
-                root[...] = wide(seed, *shape)
-            total = np.asarray(finish())
-            assert total.dtype == value.dtype and total.shape == shape
-            assert total.tobytes() == value.finish(roots).tobytes()
-
-
 def test_addends_of_other_shapes_are_refused():
     (tree,) = shares(2, 1)
     p = counted(tree, np.ones((2, 3), "f4")).partial((3,))

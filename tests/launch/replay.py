@@ -89,8 +89,8 @@ class recording:
 
     def __enter__(self):
         self.before = builds.kernels()
-        builds._library = Recorder(self.before)
-        return builds._library
+        builds._process.library = Recorder(self.before)
+        return builds._process.library
 
     def __exit__(self, *_):
-        builds._library = self.before
+        builds._process.library = self.before

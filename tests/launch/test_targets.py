@@ -64,20 +64,26 @@ def test_a_label_per_pixel(pairs, tmp_path):
 LOSSES = {
     "labels": ["--loss", "binary-crossentropy", "--positive-weights", "balanced"],
     "pixels": ["--loss", "crossentropy+dice", "--class-weights", "balanced", "--ignore-label", 9],
+    "tversky": ["--loss", "tversky", "--class-weights", "0,1,2"],
 }
 
 
-@pytest.mark.parametrize("kind", ["labels", pytest.param("pixels", marks=pytest.mark.slow("jobs"))])
+SLOW = pytest.mark.slow("jobs")
+KINDS = ["labels", pytest.param("pixels", marks=SLOW), pytest.param("tversky", marks=SLOW)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_losses_of_labels_on_any_ranks_and_resumed(pairs, tmp_path, kind):
     """Losses with weights that depend on the targets give the same bytes on any number of ranks.
 
     The bytes are also the same with more threads and after a resume.
     """
     network = "digits" if kind == "labels" else PIXELS
+    pair = pairs["labels" if kind == "labels" else "pixels"]
     words, halted = [*OPTIONS, *LOSSES[kind], "--metrics", "all"], tmp_path / "halted"
     base = [*words, "--threads", 1]
-    expected = jobs.trained_hash(1, pairs[kind], tmp_path / "1", *base, network=network)
-    jobs.train(3, pairs[kind], halted, *words, "--max-iterations", 3, network=network)
+    expected = jobs.trained_hash(1, pair, tmp_path / "1", *base, network=network)
+    jobs.train(3, pair, halted, *words, "--max-iterations", 3, network=network)
     jobs.resume(2, halted, "--max-iterations", "none", "--threads", 2)
     jobs.assert_same_weights({"1": expected, "3, then 2": jobs.weights_hash(halted)})
     first, last = jobs.summary(tmp_path / "1"), jobs.summary(halted)
@@ -89,7 +95,7 @@ def test_the_losses_of_labels_on_any_ranks_and_resumed(pairs, tmp_path, kind):
     assert "Metrics on the test set" in page and f"{last['metrics']['f1']:.4f}" in page
     if kind == "labels":
         out = tmp_path / "labels.csv"
-        lines = jobs.predict(halted / "model.h5", pairs[kind], "--metrics", "all", "--out", out)
+        lines = jobs.predict(halted / "model.h5", pair, "--metrics", "all", "--out", out)
         assert re.fullmatch(r"Accuracy: \S+ \(90 images, 3 labels each\)", lines[-7])
         assert lines[-6].split()[:3] == ["class", "precision", "recall"]
         rows = list(csv.reader(out.open()))
@@ -97,11 +103,9 @@ def test_the_losses_of_labels_on_any_ranks_and_resumed(pairs, tmp_path, kind):
         for _, labels, *chances in rows[1:]:
             likely = (n for n, p in zip("012", chances, strict=True) if float(p) > 0.5)
             assert labels == ";".join(likely)
-        line = jobs.refused_prediction(halted / "model.h5", pairs[kind], "--top-k", 2)
+        line = jobs.refused_prediction(halted / "model.h5", pair, "--top-k", 2)
         assert "probabilities of separate labels" in line
-    plain = jobs.trained_hash(
-        1, pairs[kind], tmp_path / "plain", *OPTIONS, *words[4:6], network=network
-    )
+    plain = jobs.trained_hash(1, pair, tmp_path / "plain", *OPTIONS, *words[4:6], network=network)
     assert plain != expected
 
 

@@ -129,12 +129,13 @@ def test_ignored_labels_do_not_count(world):
 
 @pytest.mark.parametrize(
     ("loss", "outputs"),
-    [("dice", CLASSES), ("crossentropy+dice", CLASSES), ("dice", 1)],
+    [(loss, CLASSES) for loss in ("dice", "crossentropy+dice", "tversky")]
+    + [("dice", 1), ("tversky", 1)],
 )
-def test_the_dice_loss_is_learned(world, loss, outputs):
+def test_a_loss_of_the_overlap_is_learned(world, loss, outputs):
     store, net = with_pixel_labels(classes=max(outputs, 2)), to_pixels(outputs)
     before = dl.evaluate(net, store, world=world, loss=loss)
-    trained(world, net, store, loss=loss, validation=store, epochs=10)
+    trained(world, net, store, loss=loss, validation=store, epochs=15)
     after = dl.evaluate(net, store, world=world, loss=loss, batch_size=33)
     assert after.loss < 0.7 * before.loss and after.accuracy > 0.8
     scores = dl.predict(net, store, world=world, softmax=False)
@@ -150,6 +151,7 @@ RUNS = {
     ),
     "ignored": (to_labels, with_labels, {"loss": "binary-crossentropy", "ignore_label": -1}),
     "dice": (to_pixels, with_pixel_labels, {"loss": "dice", "class_weights": [0, 1, 1]}),
+    "tversky": (to_pixels, with_pixel_labels, {"loss": dl.Tversky([0, 1, 2], alpha=0.4)}),
     "sum": (
         to_pixels,
         with_pixel_labels,
@@ -211,6 +213,7 @@ def test_one_thread_and_two_give_the_same_weights(world, run):
         ),
         (to_pixels(1), with_pixel_labels, dl.Dice(ignore_label=1), r"outside 0\.\.1"),
         (to_pixels(), with_pixel_labels, dl.Dice([1, 2]), "a number for each of 3 classes"),
+        (to_pixels(), with_pixel_labels, dl.Tversky(ignore_label=2), r"outside 0\.\.2"),
     ],
 )
 def test_data_that_do_not_fit_are_refused(world, net, store, loss, message):
@@ -235,6 +238,9 @@ def test_targets_beyond_0_and_1_are_named(world):
         (lambda: dl.Dice("balanced"), "expected numbers for the Dice loss"),
         (lambda: dl.Dice([0, 0]), "expected numbers >= 0"),
         (lambda: dl.Dice(smooth=-1), "smooth must be"),
+        (lambda: dl.Tversky("balanced"), "expected numbers for the Tversky loss"),
+        (lambda: dl.Tversky(alpha=-0.1), "Tversky: expected numbers alpha and beta >= 0"),
+        (lambda: dl.Tversky(alpha=0, beta=0), "not both 0, got 0 and 0"),
         (
             lambda: dl.Dice(cross_entropy=dl.CrossEntropy(ignore_label=9)),
             "expected the ignore_label",

@@ -1,4 +1,4 @@
-"""Test the Dice loss."""
+"""Test the Dice loss and the Tversky loss."""
 
 import numpy as np
 import pytest
@@ -39,6 +39,40 @@ def dice_reference(weights=None, smooth=None, ignored=None, generalized=False):
         return total / len(x)
 
     return loss
+
+
+def tversky_reference(alpha=0.3, beta=0.7, weights=None, smooth=1.0, ignored=None):
+    """Return a function that computes the loss of Salehi et al. (2017) in float64 with loops."""
+
+    def loss(x, labels):
+        total = 0.0
+        for scores, label in zip(x, labels.reshape(len(x), -1), strict=True):
+            rows, counted = scores.reshape(len(scores), -1).T, label != ignored
+            single = rows.shape[1] == 1
+            p = 1 / (1 + np.exp(-rows)) if single else softmax_reference(rows)
+            w = np.ones(p.shape[1]) if weights is None else np.array(weights)
+            for k in range(p.shape[1]):
+                g = (label == k + single) & counted
+                right = sum(p[g, k])
+                errors = alpha * sum(p[counted & ~g, k]) + beta * sum(1 - p[g, k])
+                similarity = (right + smooth / 2) / (right + errors + smooth / 2)
+                total += w[k] / w.sum() * (1 - similarity)
+        return total / len(x)
+
+    return loss
+
+
+def tversky_of_pixels(shape, classes=6, **options):
+    """Return a case in which label 5 is replaced by 255 if 255 is ignored."""
+    ignored = 5 if "ignore_label" in options else None
+
+    def op(x, y):
+        lanes = y.lanes % classes
+        return dl.tversky_loss(x, y.like(np.where(lanes == ignored, 255, lanes)), **options)
+
+    numbers = {name: options[name] for name in ("alpha", "beta", "smooth") if name in options}
+    loss = tversky_reference(**numbers, weights=options.get("class_weights"), ignored=ignored)
+    return Case(op, lambda x, y: loss(x, y % classes), [shape, ("labels", *shape[1:])])
 
 
 def of_pixels(shape, classes=6, **rule):
@@ -170,3 +204,65 @@ def test_the_generalized_loss_tells_right_from_wrong(world):
         x = 30.0 * (np.arange(4).reshape(-1, 1, 1) == (labels[:, None] + shift) % 4)
         loss = dl.dice_loss(*blocked(world, x.astype(np.float32), labels), generalized=True)
         assert world.gplus(loss) == pytest.approx(expected, abs=1e-3)
+
+
+class TestTversky(OpChecks):
+    cases = {
+        "tversky_loss": tversky_of_pixels((6, 2, 5)),
+        "tversky_loss, weighted, ignored": tversky_of_pixels(
+            (6, 3, 3), class_weights=WEIGHTS, ignore_label=255, smooth=0.5, alpha=0.9, beta=0.2
+        ),
+        "tversky_loss, overlap only in part": tversky_of_pixels((6, 1, 2), alpha=2, beta=0),
+        "tversky_loss of one output": tversky_of_pixels((1, 3, 4), classes=2, smooth=0.1, alpha=1),
+    }
+    variants = ("tversky_loss", "tversky_loss of one output")
+    errors = [
+        (lambda x, f, i: dl.tversky_loss(i, i), ValueError, r"tversky_loss: expected .*scores"),
+        (lambda x, f, i: dl.tversky_loss(f, i, smooth=-1), ValueError, "smooth must be"),
+        (lambda x, f, i: dl.tversky_loss(f, i, alpha=-1), ValueError, "alpha and beta >= 0"),
+        (lambda x, f, i: dl.tversky_loss(f, i, alpha=0, beta=0), ValueError, "not both 0"),
+        (lambda x, f, i: dl.tversky_loss(f, i, beta=np.inf), ValueError, "got 0.3 and inf"),
+    ]
+
+
+def of_images(world, op, x, labels, **options):
+    """Return an op's loss, and its gradient for all images."""
+    var = dl.Var(blocked(world, x), name="x")
+    loss = op(var, blocked(world, labels, batch=var.value.batch), **options)
+    value = world.gplus(loss.value)
+    (dx,) = tape.backward(loss, np.ones(()), fold=world.gplus).values()
+    return value, all_images(world, dx)
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.3, 0.7), (0.5, 0.5), (0.0, 1.5)])
+@pytest.mark.parametrize("classes", [1, 4])
+def test_tverskys_gradient_has_the_finite_differences(world, classes, alpha, beta):
+    x = numbers("scores", 19, classes, 3, 4, low=-2, high=2)
+    labels = np.arange(19 * 12).reshape(19, 3, 4) * 7 % max(classes, 2)
+    loss, gradient = of_images(world, dl.tversky_loss, x, labels, alpha=alpha, beta=beta)
+    reference = tversky_reference(alpha, beta)
+    assert loss == pytest.approx(reference(x, labels), rel=1e-13)
+    step = 1e-5 * numbers("step", *x.shape)
+    difference = (reference(x + step, labels) - reference(x - step, labels)) / 2
+    assert (gradient * step).sum() == pytest.approx(difference, rel=1e-8)
+    loss, dx = of_images(
+        world, dl.tversky_loss, x.astype(np.float32), labels, alpha=alpha, beta=beta
+    )
+    assert abs(dx - gradient).max() <= 2e-6 * abs(gradient).max()
+
+
+@pytest.mark.parametrize("classes", [1, 4])
+def test_equal_weights_of_errors_give_the_dice_loss(world, classes):
+    """Where p is 0 or 1, p**2 is p, and the losses are equal; elsewhere, they differ."""
+    labels = np.arange(19 * 12).reshape(19, 3, 4) * 7 % max(classes, 2)
+    scores = numbers("scores", 19, classes, 3, 4)
+    signs = np.sign(scores) if classes == 1 else scores == scores.max(axis=1, keepdims=True)
+    options = {"class_weights": np.linspace(1, 2, classes)}
+    for size, is_equal in (800.0, True), (1.0, False):
+        dice = of_images(world, dl.dice_loss, size * signs, labels, **options)[0]
+        halves = options | {"alpha": 0.5, "beta": 0.5}
+        tversky = of_images(world, dl.tversky_loss, size * signs, labels, **halves)[0]
+        others = options | {"alpha": 0.3, "beta": 0.7}
+        other = of_images(world, dl.tversky_loss, size * signs, labels, **others)[0]
+        assert (tversky == pytest.approx(dice, rel=1e-12)) == is_equal
+        assert other != pytest.approx(dice, rel=1e-3)

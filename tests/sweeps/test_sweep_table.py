@@ -8,7 +8,7 @@ import pytest
 from image_sets import refusal
 from PIL import Image
 
-from mpidl.report import plots
+from mpidl.report import run_curves
 from mpidl.sweeps import sweep_table
 
 
@@ -26,30 +26,29 @@ def row(trial, state="done", rate=0.1, **values):
 def test_the_best_trial():
     """Trials are ranked by a score that all have: validation before test, accuracy before loss."""
     rows = [row(1, accuracy=0.9, loss=0.3), row(2, accuracy=0.8, loss=0.1)]
-    assert sweep_table.best_of(rows)["trial"] == 1 and sweep_table.score_of(rows) == "accuracy"
+    assert sweep_table.best_of(rows)[0]["trial"] == 1 and sweep_table.score_of(rows) == "accuracy"
     rows += [row(3, accuracy=0.9, loss=0.2), row(4, accuracy=0.9, loss=0.2), row(5, "failed")]
-    assert sweep_table.best_of(rows)["trial"] == 3  # the lowest loss, then the first trial
+    assert sweep_table.best_of(rows)[0]["trial"] == 3  # the lowest loss, then the first trial
     for figures, score in zip(rows[:4], (0.1, 0.3, 0.2, 0.1), strict=True):
         figures["validation_accuracy"] = score
-    assert (sweep_table.best_of(rows)["trial"], sweep_table.score_of(rows)) == (
-        2,
-        "validation_accuracy",
-    )
+    assert sweep_table.best_of(rows) == (rows[1], "validation_accuracy")
     losses = [row(1, loss=0.3), row(2, loss=0.1)]
-    assert (sweep_table.best_of(losses)["trial"], sweep_table.score_of(losses)) == (2, "loss")
+    assert sweep_table.best_of(losses) == (losses[1], "loss")
     assert sweep_table.best_of([row(1, "failed"), row(2, "waiting")]) is None
-    assert sweep_table.best_of([row(1), row(2, loss=1.0)])["trial"] == 2  # NaN is written as None
+    assert (
+        sweep_table.best_of([row(1), row(2, loss=1.0)])[0]["trial"] == 2
+    )  # NaN is written as None
 
 
 def test_a_trial_of_nan_scores_does_not_change_the_ranking():
     """The scores of a NaN network are None in summary.json."""
     rows = [row(1), *(row(n, validation_accuracy=n / 9, validation_loss=n) for n in (2, 4, 3))]
     assert sweep_table.score_of(rows) == "validation_accuracy"
-    assert sweep_table.best_of(rows)["trial"] == 4
+    assert sweep_table.best_of(rows)[0]["trial"] == 4
     summaries = [{"done": 1, **dict.fromkeys(sweep_table.SCORES)} for _ in range(3)]
     summaries[1]["validation_loss"], summaries[2]["validation_loss"] = 2.0, 1.0
-    assert sweep_table.best_setting(summaries, 1) == (summaries[2], "validation_loss")
-    assert sweep_table.best_setting(summaries[:1], 1) is None
+    assert sweep_table.best_of(summaries, 1) == (summaries[2], "validation_loss")
+    assert sweep_table.best_of(summaries[:1], 1) is None
 
 
 def test_csv(tmp_path):
@@ -105,7 +104,7 @@ def test_picture(tmp_path, monkeypatch):
     assert sweep_table.draw(folder, rows, varied)
     with Image.open(tmp_path / "table.png") as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20)}
-    for colour in (plots.TRAINING, plots.VALIDATION):
+    for colour in (run_curves.TRAINING, run_curves.VALIDATION):
         assert tuple(bytes.fromhex(colour[1:])) in colours
     assert sweep_table.draw(folder, rows[:1], varied)  # no option varies
     rows[0]["learning_rate"] = None
@@ -129,9 +128,9 @@ def test_mean_and_spread_of_folds(tmp_path, capsys):
         assert summary["validation_accuracy"] == pytest.approx(np.mean(values))
         assert summary["validation_accuracy_std"] == pytest.approx(np.std(values, ddof=1))
         assert summary["accuracy"] is None
-    best, score = sweep_table.best_setting(summaries, 3)
+    best, score = sweep_table.best_of(summaries, 3)
     assert (best["trials"], score) == ("1-3", "validation_accuracy")
-    assert sweep_table.best_setting(summaries[1:], 3) is None
+    assert sweep_table.best_of(summaries[1:], 3) is None
     sweep_table.write_folds(str(tmp_path), summaries)
     with open(tmp_path / "folds.csv", newline="") as file:
         (first, _) = csv.DictReader(file)

@@ -30,19 +30,9 @@ class Arena:
     The gradients and the updated values of the largest learnables use the same memory, one after
     the other. A first-fit allocator would place small arrays in this memory and fragment it. When
     an arena has been deleted and no array uses its memory any more, its regions are released.
-
-    Parameters
-    ----------
-    region : callable, optional
-        Function region(nbytes) that allocates a region of at least nbytes and returns (owner, first
-        address, size in bytes). By default, regions come from the system.
-    smallest : int
-        Smallest size in bytes of the arrays that `empty` allocates in this arena.
-
-    Attributes
-    ----------
-    owned : frozenset of int
-        Addresses of the arrays that a training step in this memory may update in place.
+    `region(nbytes)` allocates a region of at least nbytes and returns (owner, first address, size
+    in bytes). `smallest` is the smallest size of arrays that `empty` allocates in this arena, and
+    `owned` the addresses of the arrays that a training step in this memory may update in place.
     """
 
     owned: frozenset[int] = frozenset()
@@ -115,12 +105,16 @@ def _of_the_system(size):
 
 
 _activations, _reading = Arena(), Arena()
-_through = None  # (arena, thread) while `through` replaces the arena of activations
+_local = threading.local()  # its `arena` replaces the arena of activations in a thread
+
+
+def _of_activations():
+    return getattr(_local, "arena", _activations)
 
 
 def _forked():
     """Replace the locks in a forked child, because threads of the parent may have held them."""
-    for arena in _activations, _reading, *(_through or ())[:1]:
+    for arena in _activations, _reading, _of_activations():
         arena.lock = threading.Lock()
 
 
@@ -151,18 +145,11 @@ class _Place:
 @contextlib.contextmanager
 def through(arena):
     """Allocate this thread's activations in the given arena within the `with` block."""
-    global _through
-    before, _through = _through, (arena, threading.get_ident())
+    before, _local.arena = _of_activations(), arena
     try:
         yield
     finally:
-        _through = before
-
-
-def _of_activations():
-    if _through is not None and _through[1] == threading.get_ident():
-        return _through[0]
-    return _activations
+        _local.arena = before
 
 
 def address_of(array):

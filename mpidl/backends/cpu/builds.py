@@ -33,17 +33,23 @@ ANY_THREAD = {
     "keyed_words",
     *("sums_start", "sums_advance", "sums_wait", "sums_leave"),
 }
-# The lock that is held during a call, and the thread that holds it.
-_one_pass, _in_pass = threading.Lock(), None
 
 
-def _forked():
-    """Replace the lock in a forked child, because a thread of the parent may have held it."""
-    global _one_pass, _in_pass
-    _one_pass, _in_pass = threading.Lock(), None
+class _Process:
+    """What this process runs: a build, its Library, and at most one kernel at a time."""
+
+    def __init__(self):
+        self.build = self.library = None  # None before `use`; the library of "numpy" is None, too
+        self.hook = self.raised = None  # the C callback of `watch`, and the error that it raised
+        self.set_lock()
+
+    def set_lock(self):
+        """Create the lock, also in a forked child: a thread of the parent may have held it."""
+        self.lock, self.thread = threading.Lock(), None  # held during a call, and by whom
 
 
-os.register_at_fork(after_in_child=_forked)
+_process = _Process()
+os.register_at_fork(after_in_child=_process.set_lock)
 
 BYTES = ctypes.c_char * 0
 TYPES = {
@@ -123,18 +129,17 @@ def _one_at_a_time(name, function, missing_bytes):
     is_recorded = ctypes.c_void_p not in function.argtypes  # False for a function that sets a hook
 
     def call(*arguments):
-        global _in_pass
         me = threading.get_ident()
         if is_recorded and (sink := recorder()) is not None:
             return sink.launch(name, arguments)
-        if _in_pass == me:
+        if _process.thread == me:
             raise RuntimeError("a kernel was called from the progress hook of another kernel")
-        with _one_pass:
-            _in_pass = me
+        with _process.lock:
+            _process.thread = me
             try:
                 result = function(*arguments)
             finally:
-                _in_pass = None
+                _process.thread = None
             if missing_bytes.value:
                 nbytes, missing_bytes.value = missing_bytes.value, 0
                 raise MemoryError(f"cannot allocate {nbytes >> 20} MiB of scratch for a kernel")
@@ -227,9 +232,6 @@ def why_numpy():
     return f"none are compiled: {how_to_build()}"
 
 
-_progress = []  # the current C callback, to keep it alive; then any exception that it raised
-
-
 def watch(progress):
     """Make kernels call progress() about every millisecond on this thread. None stops the calls.
 
@@ -238,20 +240,20 @@ def watch(progress):
     """
     if running() == "numpy":
         return
-    raised = _progress[1:]
+    raised, _process.raised = _process.raised, None
 
     def call():
         try:
-            if len(_progress) == 1:
+            if _process.raised is None:
                 progress()
         except BaseException as error:  # exceptions cannot pass through C
-            _progress.append(error)
+            _process.raised = error
 
-    callback = None if progress is None else ctypes.CFUNCTYPE(None)(call)
-    kernels().set_hook(callback)  # before the old callback is released
-    _progress[:] = [] if callback is None else [callback]
-    if raised:
-        raise raised[0]
+    hook = None if progress is None else ctypes.CFUNCTYPE(None)(call)
+    kernels().set_hook(hook)
+    _process.hook = hook  # keep it alive, and release the old one
+    if raised is not None:
+        raise raised
 
 
 def is_stale():
@@ -372,13 +374,11 @@ def choose():
     return names
 
 
-_running, _library = None, None  # name and Library of the build that this process runs
-
-
 def running():
-    if _running is None:
+    """Return the name of the build that this process runs. The first call selects it."""
+    if _process.build is None:
         use(choose()[0])
-    return _running
+    return _process.build
 
 
 def use(build):
@@ -386,11 +386,11 @@ def use(build):
 
     Raise UserError if the library is missing or cannot be loaded.
     """
-    global _running, _library
-    _running, _library = build, None if build == "numpy" else load(build)
-    if _library is not None and settings.threads > 1:
-        _library.set_threads(settings.threads)
-    return _library
+    library = None if build == "numpy" else load(build)
+    _process.build, _process.library = build, library
+    if library is not None and settings.threads > 1:
+        library.set_threads(settings.threads)
+    return library
 
 
 def kernels():
@@ -398,9 +398,9 @@ def kernels():
 
     The first call selects the build, and raises UserError if MPIDL_CPU is unusable.
     """
-    if _running is None:
+    if _process.build is None:
         running()
-    return _library
+    return _process.library
 
 
 def common(offers):
@@ -418,8 +418,8 @@ def settle(world):
     error, names = None, []
     try:
         names = choose()
-        if _running in names:
-            names = names[names.index(_running) :]
+        if _process.build in names:
+            names = names[names.index(_process.build) :]
     except UserError as unusable:
         error = str(unusable)
     offers = world.broadcast(world.gather((error, names)))

@@ -23,8 +23,9 @@ LARGE = 128  # for tiles of 4x4 outputs
 
 
 @functools.lru_cache(maxsize=256)
-def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
+def _sizes(x_shape, weight_shape, geometry):
     """Return `struct conv` of kernels/cpu/conv.h as an int64 array, and the output shape."""
+    stride, padding, dilation, groups = geometry
     k, _, r, s = weight_shape
     _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
     (top, bottom), (left, right) = padding
@@ -115,39 +116,38 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     return 44 if fast and enough else auto, dx, 44 if enough else 0
 
 
-def plan(x, weight, stride, padding, dilation, groups):
+def plan(x, weight, geometry):
     """Return (`struct conv`, output shape (K, P, Q), Winograd tile sizes) of a convolution."""
-    shape, output = _geometry(x.shape[1:-1], weight.shape, stride, padding, dilation, groups)
-    per_group = (len(weight) // groups, *weight.shape[1:])
-    tiles = winograd_tiles(per_group, stride, padding, dilation, output, settings.winograd)
+    shape, output = _sizes(x.shape[1:-1], weight.shape, geometry)
+    per_group = (len(weight) // geometry.groups, *weight.shape[1:])
+    tiles = winograd_tiles(per_group, *geometry[:3], output, settings.winograd)
     return shape, output, tiles
 
 
-def conv2d(x, weight, bias, stride, padding, dilation, groups):
-    return _forward(x, weight, bias, (stride, padding, dilation, groups))[0]
+def conv2d(x, weight, bias, geometry):
+    return _forward(x, weight, bias, geometry)[0]
 
 
-def conv2d_relu(x, weight, bias, stride, padding, dilation, groups, addend):
-    conv_args = stride, padding, dilation, groups
+def conv2d_relu(x, weight, bias, geometry, addend):
     if addend is not None:
         addend = np.ascontiguousarray(addend)
-    return _forward(x, weight, bias, conv_args, addend=addend, relu=True)[0]
+    return _forward(x, weight, bias, geometry, addend=addend, relu=True)[0]
 
 
-def conv2d_moments(x, weight, bias, stride, padding, dilation, groups, counts, tree):
-    y, rows = _forward(x, weight, bias, (stride, padding, dilation, groups), counts, tree)
+def conv2d_moments(x, weight, bias, geometry, counts, tree):
+    y, rows = _forward(x, weight, bias, geometry, counts, tree)
     return y, partial_of_rows(rows, tree, merge_moments)
 
 
-def _forward(x, weight, bias, conv_args, counts=None, tree=None, addend=None, relu=False):
+def _forward(x, weight, bias, geometry, counts=None, tree=None, addend=None, relu=False):
     source = source_of(x)
     blocks = len(source[0])
-    shape, output, (tile, _, _) = plan(source[0], weight, *conv_args)
+    shape, output, (tile, _, _) = plan(source[0], weight, geometry)
     y = arenas.empty((blocks, *output, source[0].shape[-1]))
     rows = None if tree is None else arenas.empty((blocks, 1 + 2 * len(weight)), np.float64)
     weight, bias = per_channel(weight), per_channel(bias)
-    geometry = counts, blocks, shape, tree and tree_of(tree), tile
-    kernels().conv2d(*source, weight, bias, y, rows, *geometry, addend, int(relu))
+    numbers = counts, blocks, shape, tree and tree_of(tree), tile
+    kernels().conv2d(*source, weight, bias, y, rows, *numbers, addend, int(relu))
     return y, rows
 
 
@@ -155,10 +155,7 @@ def conv2d_backward(
     dy,
     x,
     weight,
-    stride,
-    padding,
-    dilation,
-    groups,
+    geometry,
     counts,
     tree,
     needs,
@@ -168,7 +165,7 @@ def conv2d_backward(
 ):
     source = source_of(x)
     blocks = len(source[0])
-    shape, _, (_, tile, dweight_tile) = plan(source[0], weight, stride, padding, dilation, groups)
+    shape, _, (_, tile, dweight_tile) = plan(source[0], weight, geometry)
     after = (None,) * 7
     if activation_after is not None:
         source_after, *factors = activation_after
@@ -185,8 +182,8 @@ def conv2d_backward(
     if needs[1] or needs[2]:
         nodes = arenas.empty((nodes_of(tree), weight.size + len(weight)))
     outputs = dy if overwrite else None, dx, rows, nodes, 0 if nodes is None else len(nodes)
-    geometry = counts, blocks, shape, tree_of(tree), tile, dweight_tile
-    kernels().conv2d_backward(dy, *after, *source, per_channel(weight), None, *outputs, *geometry)
+    numbers = counts, blocks, shape, tree_of(tree), tile, dweight_tile
+    kernels().conv2d_backward(dy, *after, *source, per_channel(weight), None, *outputs, *numbers)
     dweight = dbias = None
     if nodes is not None:
         split = [(row[: weight.size].reshape(weight.shape), row[weight.size :]) for row in nodes]

@@ -18,12 +18,8 @@ class PlannedArena(Arena):
     """The memory of a training step: planned places of large arrays, and small arrays.
 
     If an array has no place, or if another array still uses its place, the array gets other memory
-    by best fit. Small arrays have separate memory, so that they never use planned places.
-
-    Parameters
-    ----------
-    owned : iterable of int
-        Addresses of the arrays that the step may update in place.
+    by best fit. Small arrays have separate memory, so that they never use planned places. `owned`
+    are the addresses of the arrays that the step may update in place.
     """
 
     def __init__(self, owned=()):

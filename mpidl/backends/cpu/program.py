@@ -87,7 +87,7 @@ class Program:
 
     def __init__(self, parts, inputs, outputs, places, owners):
         self.inputs, self.places = inputs, places
-        self._parts, self._outputs, self._owners = parts, outputs, owners
+        self.parts, self._outputs, self._owners = parts, outputs, owners
 
     def results(self):
         """Return the results of the last replay, as a list."""
@@ -96,7 +96,7 @@ class Program:
     def run(self, *parts):
         """Run the parts with these indices. Return False if `need_finite` has ended them early."""
         for part in parts:
-            for step in self._parts[part]:
+            for step in self.parts[part]:
                 if step() is False:
                     return False
         return True

@@ -15,10 +15,10 @@ from mpidl.backends.cpu.call import per_channel
 def transposed_conv2d(x, weight, bias, stride, cropping):
     shape = shapes.transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
     y = arenas.empty((len(x), *shape, x.shape[-1]))
-    geometry, _, (_, tile, _) = conv.plan(y, weight, stride, cropping, *shapes.PLAIN)
+    sizes, _, (_, tile, _) = conv.plan(y, weight, shapes.Geometry(stride, cropping))
     # x is passed as dy, and y as dx. The kernel computes no sums or weight gradients.
     source, after, outputs = (y, *(None,) * 3), (None,) * 7, (None, y, None, None, 0)
-    numbers = np.zeros(len(x), np.int32), len(x), geometry, np.zeros(4, np.int64), tile, 0
+    numbers = np.zeros(len(x), np.int32), len(x), sizes, np.zeros(4, np.int64), tile, 0
     weight, bias = per_channel(weight), per_channel(bias)
     x = np.ascontiguousarray(x)
     kernels().conv2d_backward(x, *after, *source, weight, bias, *outputs, *numbers)
@@ -26,11 +26,11 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
 
 
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
-    conv_args = stride, cropping, *shapes.PLAIN
+    geometry = shapes.Geometry(stride, cropping)
     dx = dweight = None
     if needs[0]:
-        dx = conv.conv2d(dy, weight, None, *conv_args)
+        dx = conv.conv2d(dy, weight, None, geometry)
     if needs[1]:
         weight_alone = False, True, False
-        dweight = conv.conv2d_backward(x, dy, weight, *conv_args, counts, tree, weight_alone)[1]
+        dweight = conv.conv2d_backward(x, dy, weight, geometry, counts, tree, weight_alone)[1]
     return dx, dweight, channel_sums(dy, tree) if needs[2] else None

@@ -71,8 +71,9 @@ class Shape(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def shape_of(image, weight_shape, stride, padding, dilation, groups):
+def shape_of(image, weight_shape, geometry):
     """Return the Shape of a convolution of (C, H, W) images by (K, C/groups, R, S) filters."""
+    stride, padding, dilation, groups = geometry
     c, h, w = image
     k, p, q = shapes.conv2d_shape(image, weight_shape, stride, padding, dilation)
     (top, _), (left, _) = padding
@@ -80,17 +81,17 @@ def shape_of(image, weight_shape, stride, padding, dilation, groups):
     return Shape._make((h, w, c, p, q, k, *numbers))
 
 
-def conv2d(x, weight, bias, stride, padding, dilation, groups):
-    return _forward(x, weight, bias, (stride, padding, dilation, groups))
+def conv2d(x, weight, bias, geometry):
+    return _forward(x, weight, bias, geometry)
 
 
-def conv2d_relu(x, weight, bias, stride, padding, dilation, groups, addend):
-    y = _forward(x, weight, bias, (stride, padding, dilation, groups))
+def conv2d_relu(x, weight, bias, geometry, addend):
+    y = _forward(x, weight, bias, geometry)
     return activation.relu(y if addend is None else y + addend)
 
 
-def conv2d_moments(x, weight, bias, stride, padding, dilation, groups, counts, tree):
-    y = _forward(x, weight, bias, (stride, padding, dilation, groups), tree)
+def conv2d_moments(x, weight, bias, geometry, counts, tree):
+    y = _forward(x, weight, bias, geometry, tree)
     return y, batchnorm.moments(y, counts, tree)
 
 
@@ -98,10 +99,7 @@ def conv2d_backward(
     dy,
     x,
     weight,
-    stride,
-    padding,
-    dilation,
-    groups,
+    geometry,
     counts,
     tree,
     needs,
@@ -109,19 +107,18 @@ def conv2d_backward(
     sums=False,
     overwrite=False,
 ):
-    conv_args = stride, padding, dilation, groups
     images = batchnorm.read(x)
     if activation_after is not None:
         source, a, b, c = activation_after
         dy = batchnorm.activation_dx(dy, source, a, b, c, counts, overwrite)
     dx = dweight = dbias = dx_sums = None
     if needs[1]:
-        leaves, per_block = leaves_of(dy, images, weight, conv_args, tree)
+        leaves, per_block = leaves_of(dy, images, weight, geometry, tree)
         dweight = fold.partial_of_leaves(leaves, tree, per_block, like=weight)
     if needs[2]:
         dbias = batchnorm.channel_sums(dy, tree)
     if needs[0]:
-        dx = dx_of(dy, images, weight, conv_args, tree)
+        dx = dx_of(dy, images, weight, geometry, tree)
         dx_sums = batchnorm.activation_sums(dx, x, tree) if sums else None
     return dx, dweight, dbias, dx_sums
 
@@ -134,13 +131,13 @@ def _direct(shape):
     return settings.direct or architecture < 80 or max(of_input, of_output) >= LARGEST
 
 
-def _shape(x, weight, conv_args, dy=None):
+def _shape(x, weight, geometry, dy=None):
     """Return the Shape of the convolution of x with weight.
 
     Raise ValueError if the kernels cannot read the memory order of an array, or if dy has the wrong
     shape.
     """
-    shape = shape_of(x.dims[1:-1], weight.dims, *conv_args)
+    shape = shape_of(x.dims[1:-1], weight.dims, geometry)
     output = shape.filters, shape.out_height, shape.out_width
     if x.order != array.IMAGES or weight.order != array.FILTERS:
         raise ValueError(f"expected images (NHWC) and filters (KRSC), got {x} and {weight}")
@@ -149,22 +146,22 @@ def _shape(x, weight, conv_args, dy=None):
     return shape
 
 
-def _forward(x, weight, bias, conv_args, tree=None):
+def _forward(x, weight, bias, geometry, tree=None):
     x = batchnorm.read(x)
-    shape = _shape(x, weight, conv_args)
+    shape = _shape(x, weight, geometry)
     if _direct(shape):
-        return conv_direct.forward(x, weight, bias, conv_args)
+        return conv_direct.forward(x, weight, bias, geometry)
     size = shape.filters, shape.out_height, shape.out_width
     y = array.empty_lanes((len(x), *size, LANES))
     _product(shape, x, weight, bias, y, tree)
     return y
 
 
-def dx_of(dy, x, weight, conv_args, tree, bias=None):
+def dx_of(dy, x, weight, geometry, tree, bias=None):
     """Return the gradient with respect to x, plus `bias` if given. Only the shape of x is used."""
-    shape = _shape(x, weight, conv_args, dy)
+    shape = _shape(x, weight, geometry, dy)
     if _direct(shape):
-        dx = conv_direct.dx(dy, x, weight, conv_args)
+        dx = conv_direct.dx(dy, x, weight, geometry)
         return dx if bias is None else conv_direct.with_bias(dx, bias)
     turned = array.empty((weight.size,))
     group = shape.filters_of_group, shape.channels // shape.groups
@@ -192,15 +189,15 @@ def _product(shape, x, weight, bias, y, tree, backward=False):
     launching.launch("conv_gemm", grid, threads, *arguments, shared=shared, defines=defines)
 
 
-def leaves_of(dy, x, weight, conv_args, tree):
+def leaves_of(dy, x, weight, geometry, tree):
     """Return (leaves of the weight gradient, number of leaves per block of 16 images).
 
     The leaves are a float32 Array (leaves, weight.size), with the memory order of the weights. Only
     the shape of `weight` is used. `dy` must be zero in unused lanes.
     """
-    shape = _shape(x, weight, conv_args, dy)
+    shape = _shape(x, weight, geometry, dy)
     if _direct(shape):
-        return conv_direct.dweight_leaves(dy, x, weight, conv_args, tree)
+        return conv_direct.dweight_leaves(dy, x, weight, geometry, tree)
     device = launching.device()
     tile = dweight_tile(shape)
     rows = -(-shape.width_of_filter // tile["BM"])

@@ -2,7 +2,7 @@
 
 These kernels run on any GPU. `conv` uses this module if the GPU has no TF32 tensor cores, if
 `settings.direct` is set, or if the images are too large. Tests compare the tensor-core kernels with
-these kernels. `conv_args` is (stride, padding, dilation, groups).
+these kernels.
 """
 
 import functools
@@ -20,11 +20,12 @@ LARGEST = 1 << 31  # offsets within an image or the weights are C ints
 
 
 @functools.lru_cache(maxsize=256)
-def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
+def _sizes(x_shape, weight_shape, geometry):
     """Return the integer arguments that all three kernels have, and the output shape (K, P, Q).
 
     Raise ValueError if the images or weights are too large.
     """
+    stride, padding, dilation, groups = geometry
     k, _, r, s = weight_shape
     _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
     for kind, shape in ("images", x_shape), ("images", (k, p, q)), ("weights", weight_shape):
@@ -38,23 +39,23 @@ def _tiles(size, tile):
     return -(-size // tile)
 
 
-def forward(x, weight, bias, conv_args):
+def forward(x, weight, bias, geometry):
     """Return the convolution of x, (blocks, K, P, Q, 16), plus the bias unless it is None."""
     blocks, *image, lanes = x.dims
-    numbers, (k, p, q) = _geometry(tuple(image), weight.dims, *conv_args)
+    numbers, (k, p, q) = _sizes(tuple(image), weight.dims, geometry)
     y = array.empty_lanes((blocks, k, p, q, lanes))
-    images, groups = blocks * lanes, conv_args[-1]
+    images, groups = blocks * lanes, geometry.groups
     grid = _tiles(images * p * q, ROWS), _tiles(k // groups, COLUMNS), groups
     launching.launch("conv_direct_forward", grid, THREADS, x, weight, bias, y, images, *numbers)
     return y
 
 
-def dx(dy, x, weight, conv_args):
+def dx(dy, x, weight, geometry):
     """Return the gradient with respect to x. Only the shape of `x` is used."""
     blocks, c, h, w, lanes = x.dims
-    numbers, _ = _geometry((c, h, w), weight.dims, *conv_args)
+    numbers, _ = _sizes((c, h, w), weight.dims, geometry)
     gradient = array.empty_like(x)
-    images, groups = blocks * lanes, conv_args[-1]
+    images, groups = blocks * lanes, geometry.groups
     grid = _tiles(images * h * w, ROWS), _tiles(c // groups, COLUMNS), groups
     launching.launch("conv_direct_dx", grid, THREADS, dy, weight, gradient, images, *numbers)
     return gradient
@@ -87,7 +88,7 @@ def images_per_leaf(tiles, tree):
     return images
 
 
-def dweight_leaves(dy, x, weight, conv_args, tree):
+def dweight_leaves(dy, x, weight, geometry, tree):
     """Return (leaves of the weight gradient, number of leaves per block of 16 images).
 
     The leaves are a float32 Array (leaves, weight.size), with the memory order of the weights. A
@@ -95,8 +96,8 @@ def dweight_leaves(dy, x, weight, conv_args, tree):
     `weight` is used. `dy` must be zero in lanes (image slots) that hold no image.
     """
     blocks, *image, lanes = x.dims
-    numbers, (k, _, _) = _geometry(tuple(image), weight.dims, *conv_args)
-    groups = conv_args[-1]
+    numbers, (k, _, _) = _sizes(tuple(image), weight.dims, geometry)
+    groups = geometry.groups
     width = math.prod(weight.dims[1:])
     tiles = _tiles(k // groups, ROWS) * _tiles(width, COLUMNS)
     images = images_per_leaf(tiles * groups, tree)

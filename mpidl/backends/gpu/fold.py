@@ -11,8 +11,8 @@ import numpy as np
 
 from mpidl.backends.gpu import launching
 from mpidl.backends.gpu.array import Array
-from mpidl.core.device_array import OnDevice
 from mpidl.core.fold import Partial, Term, add, merge_moments
+from mpidl.core.values import OnDevice
 
 # {kind of sum: maximum number of leaves that one launch can fold into a node}.
 LEAVES = {"float": 1 << 16, "double": 1 << 16, "moments": 1 << 10}

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.backends.gpu import kernels
-from mpidl.core.device_array import DeviceArray
+from mpidl.core.values import DeviceArray
 
 ALIGNED = 256  # bytes: the alignment of cudaMalloc
 LARGE = 1 << 20  # words of 4 bytes; a kernel zeroes new arrays of at least this size
@@ -21,8 +21,20 @@ THREADS = 256  # threads per block of elementwise kernels
 WORD = 4  # bytes; memory is copied and set to zero word by word
 KINDS = {"f4": "float", "f8": "double"}
 
-_device = None  # the device of this process, or None before `open`
-_sink = None  # the current launch sink: Eager or a Recorder
+
+class _Process:
+    """The device of this process, the current launch sink, and what is loaded on the device."""
+
+    def __init__(self):
+        self.open(None)
+
+    def open(self, device):
+        self.device, self.sink = device, None if device is None else Eager(device)
+        self.constants = {}  # {(bytes, dtype, shape): Array}
+        self.loaded = {}  # {Unit: {kernel: handle}}
+
+
+_process = _Process()
 
 
 class Block:
@@ -220,6 +232,9 @@ class Eager:
         self.device.upload(y.address, value)
         return y
 
+    def may_update(self, arrays):
+        return False
+
     def exchange(self, world, tree, matrix, combine):
         """Fold the tree nodes of all ranks; return the root (the total) as an Array (width,).
 
@@ -240,40 +255,36 @@ class Eager:
 
 def open(device):
     """Make this process use a device, and return the device. With None, use no device."""
-    global _device, _sink
-    _device, _sink = device, None if device is None else Eager(device)
-    _constants.clear()
-    _loaded.clear()
+    _process.open(device)
     return device
 
 
 def device():
     """Return the device of this process. Raise RuntimeError if no device was opened."""
-    if _device is None:
+    if _process.device is None:
         raise RuntimeError("no GPU is in use: call world.use_device('gpu') first")
-    return _device
+    return _process.device
 
 
 def sink():
     """Return the current launch sink."""
-    return _sink
+    return _process.sink
 
 
 @contextlib.contextmanager
 def through(other):
     """Use another launch sink within the `with` block."""
-    global _sink
-    before, _sink = _sink, other
+    before, _process.sink = _process.sink, other
     try:
         yield other
     finally:
-        _sink = before
+        _process.sink = before
 
 
 def empty(shape, dtype=np.float32):
     """Return an uninitialized Array in C order."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    return Array(_sink.empty(nbytes), dtype, shape)
+    return Array(_process.sink.empty(nbytes), dtype, shape)
 
 
 def empty_like(array, dtype=None):
@@ -305,7 +316,7 @@ def launch(name, grid, block, *arguments, shared=0, defines=None):
     """
     kernel_launch = kernels.make(name, grid, block, arguments, shared, defines)
     if 0 not in kernel_launch.grid:  # the grid is empty if this rank has no images
-        _sink.launch(kernel_launch)
+        _process.sink.launch(kernel_launch)
 
 
 def scalar(name, value, dtype=np.float32):
@@ -313,27 +324,29 @@ def scalar(name, value, dtype=np.float32):
 
     Each replay of a recorded program can set the scalars by this name.
     """
-    return _sink.scalar(name, value, np.dtype(dtype))
+    return _process.sink.scalar(name, value, np.dtype(dtype))
+
+
+def may_update(arrays):
+    """Return whether the current training step may update all these arrays in place."""
+    return _process.sink.may_update(arrays)
 
 
 def table(rows):
     """Return a Table. `rows` contains Arrays and integers."""
-    return _sink.table(rows)
-
-
-_constants: dict = {}  # {(bytes, dtype, shape): Array}
-_loaded: dict = {}  # {Unit: {kernel: handle}}
+    return _process.sink.table(rows)
 
 
 def constant(value):
     """Return an Array with the contents of a NumPy array. Equal contents are uploaded only once."""
     value = np.ascontiguousarray(value)
     key = (value.tobytes(), value.dtype.str, value.shape)
-    if key not in _constants:
-        if len(_constants) > 4096:
-            _constants.clear()
-        _constants[key] = _uploaded(value)
-    return _constants[key]
+    constants = _process.constants
+    if key not in constants:
+        if len(constants) > 4096:
+            constants.clear()
+        constants[key] = _uploaded(value)
+    return constants[key]
 
 
 def _fixed(shape, dtype):
@@ -393,6 +406,7 @@ def download(array):
 
 def load(launch):
     """Return the device's handle of a Launch's kernel. The first use compiles and loads it."""
-    if launch.unit not in _loaded:
-        _loaded[launch.unit] = device().load(launch.unit)
-    return _loaded[launch.unit][launch.name]
+    loaded = _process.loaded
+    if launch.unit not in loaded:
+        loaded[launch.unit] = device().load(launch.unit)
+    return loaded[launch.unit][launch.name]

@@ -10,89 +10,64 @@ ROWS = 8  # maximum number of training steps in progress at a time
 
 
 class Operation:
-    """Base class of operations. `place` names the part of the step, such as "update"."""
+    """An operation of a step: `play(device)` starts it, which a CUDA graph may have captured.
 
-    place = ""
-
-
-class Copy(Operation):
-    """An operation that copies one Array to another Array of the same size."""
-
-    captured = True
-
-    def __init__(self, target, source):
-        self.target, self.source = target, source
-
-    def play(self, device):
-        device.copy(self.target.address, self.source.address, self.source.nbytes)
-
-
-class Kernel(Operation):
-    """An operation that launches a kernel."""
-
-    captured = True
-
-    def __init__(self, launch):
-        self.launch = launch
-
-    def play(self, device):
-        device.launch(launching.load(self.launch), self.launch)
-
-
-class Exchange(Operation):
-    """An operation that adds up the partial sums of all ranks through host memory.
-
-    The partial sums are nodes of the reduction tree. The total is the root of the tree and is
-    written to `target`. The host waits for the device, calls world.exchange(tree, nodes, combine),
-    and continues as soon as the upload of the root has started.
+    `launch` is the Launch if it is a kernel, and `place` the part of the step, such as "update".
     """
 
-    captured = False
+    def __init__(self, play, captured=True, launch=None):
+        self.play, self.captured, self.launch, self.place = play, captured, launch, phases.place()
 
-    def __init__(self, device, world, tree, matrix, combine, target):
-        self.world, self.tree, self.combine = world, tree, combine
-        self.matrix, self.target = matrix, target
-        self.nodes = device.pinned(max(matrix.nbytes, 1))[: matrix.nbytes]
-        self.nodes = self.nodes.view(matrix.dtype).reshape(matrix.shape)
-        self.root = device.pinned(target.nbytes).view(target.dtype).reshape(target.shape)
 
-    def play(self, device):
-        if self.nodes.size:
-            device.download(self.nodes, self.matrix.address)
+def kernel(launch):
+    """Return the operation that launches a kernel."""
+    return Operation(lambda device: device.launch(launching.load(launch), launch), launch=launch)
+
+
+def copy(source, target):
+    """Return the operation that copies one Array to another Array of the same size."""
+    return Operation(lambda device: device.copy(target.address, source.address, source.nbytes))
+
+
+def exchange(device, world, tree, matrix, combine, target):
+    """Return the operation that adds up the nodes of all ranks through host memory.
+
+    The host waits for the device, calls world.exchange(tree, nodes, combine), which returns the
+    root of the tree, and continues as soon as the upload of the root to `target` has started.
+    """
+    nodes = device.pinned(max(matrix.nbytes, 1))[: matrix.nbytes]
+    nodes = nodes.view(matrix.dtype).reshape(matrix.shape)
+    root = device.pinned(target.nbytes).view(target.dtype).reshape(target.shape)
+    place = phases.place()
+
+    def play(device):
+        if nodes.size:
+            device.download(nodes, matrix.address)
         device.synchronize()
         # copy the nodes, because world.exchange overwrites its argument and may keep a reference
-        with phases.span(self.place or "exchange"):
-            self.root[...] = self.world.exchange(self.tree, self.nodes.copy(), self.combine)
-        device.upload(self.target.address, self.root)
+        with phases.span(place or "exchange"):
+            root[...] = world.exchange(tree, nodes.copy(), combine)
+        device.upload(target.address, root)
 
-
-class Between(Operation):
-    """An operation that gathers reduction-tree nodes from all ranks, directly between GPUs.
-
-    The operation calls mover.allgather(source, target).
-    """
-
-    def __init__(self, mover, source, target):
-        self.mover, self.source, self.target = mover, source, target
-        self.captured = mover.captured
-
-    def play(self, device):
-        self.mover.allgather(self.source, self.target)
+    return Operation(play, captured=False)
 
 
 class Program:
     """A recorded training step. `run` starts the step, and `results` waits for its results.
 
-    `nbytes` is the size of the memory for the step's arrays.
+    `segments` are lists of operations, each of which becomes a graph if `graphs`. The rows of
+    `ring` and of `numbers` are pinned memory for the scalars, whose places are `slots`, and for the
+    results, which `names` lists. `owners` keep alive the memory of the launches, of which `nbytes`
+    are for the step's arrays.
     """
 
-    def __init__(self, device, segments, ring, results, slots, names, owners, nbytes, graphs):
+    def __init__(self, device, segments, *, ring, numbers, slots, names, owners, nbytes, graphs):
         # Assign the graphs first: attributes are deleted in the order of assignment, and the graphs
         # must be deleted before the memory that they use.
         self.graphs = None
         self.device, self.segments, self.nbytes = device, segments, nbytes
-        self.ring, self.numbers, self.slots, self.names = ring, results, slots, names
-        self.owners = owners  # objects that keep alive the memory used by the launches
+        self.ring, self.numbers, self.slots, self.names = ring, numbers, slots, names
+        self.owners = owners
         self.started, self.marks = 0, [None] * ROWS
         self.times = ProgramTimes(device)
         for launch in self.launches():
@@ -104,7 +79,8 @@ class Program:
 
     def launches(self):
         """Return the Launches of the step, in order."""
-        return [s.launch for segment in self.segments for s in segment if isinstance(s, Kernel)]
+        steps = [step for segment in self.segments for step in segment]
+        return [step.launch for step in steps if step.launch is not None]
 
     def _capture(self, segment):
         return self.device.capture(lambda: [step.play(self.device) for step in segment])
@@ -122,11 +98,8 @@ class Program:
     def run(self, **values):
         """Start a training step, and return the number of the step for `results`.
 
-        Parameters
-        ----------
-        **values
-            Scalar inputs, by the names given to `launching.scalar` during the recording. By
-            default, scalars have their recorded values.
+        `values` are scalars by the names given to `launching.scalar`; the others have their
+        recorded values.
         """
         row = self.ready() % ROWS
         unknown = [name for name in values if name not in self.slots]
@@ -155,17 +128,9 @@ class Program:
         return self.started - 1
 
     def results(self, started):
-        """Wait for a training step and return its results, {name: number}.
+        """Wait for the training step that `run` started, and return its results, {name: number}.
 
-        Parameters
-        ----------
-        started : int
-            Number of the step, as returned by `run`.
-
-        Raises
-        ------
-        ValueError
-            If ROWS or more steps have been started since.
+        Raise ValueError if ROWS or more steps have been started since.
         """
         if self.started - started > ROWS:
             raise ValueError(

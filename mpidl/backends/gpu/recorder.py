@@ -16,13 +16,14 @@ A replay allocates no device memory and needs one launch per segment. The host w
 exchange, or if too many training steps are in progress.
 """
 
+import itertools
+
 import numpy as np
 
-from mpidl import phases
 from mpidl.backends import memory_plan
-from mpidl.backends.gpu import kernels, launching
+from mpidl.backends.gpu import kernels, launching, program
 from mpidl.backends.gpu.launching import Array
-from mpidl.backends.gpu.program import ROWS, Between, Copy, Exchange, Kernel, Program
+from mpidl.backends.gpu.program import ROWS, Operation, Program
 
 
 class Planned:
@@ -34,14 +35,16 @@ class Planned:
 
 
 class Recorder:
-    """A launch sink that records the operations of one training step."""
+    """A launch sink that records the operations of one training step.
 
-    def __init__(self, device):
-        self.device = device
-        self.steps, self.planned, self.tables, self.stored, self.values = [], [], [], [], []
+    `owned` are the learnables and the state of the network, which the step may update in place.
+    """
+
+    def __init__(self, device, owned=()):
+        self.device, self.owned = device, {array.address for array in owned}
+        self.steps, self.planned, self.tables, self.values = [], [], [], []
         self.controls = Planned(0)  # `finish` allocates `controls`, once the size is known
         self.slots, self.words = {}, 0  # {name: (Array, initial value)}
-        self.touched = {}  # {id(buffer): (first, last operation)} of buffers outside the slab
 
     # interface of a launch sink
 
@@ -55,7 +58,7 @@ class Recorder:
         for value in launch.arguments:
             arrays += value.arrays if isinstance(value, launching.Table) else []
             arrays += [value] if isinstance(value, Array) else []
-        self._step(Kernel(launch), arrays)
+        self._step(program.kernel(launch), arrays)
 
     def scalar(self, name, value, dtype):
         value = np.atleast_1d(np.asarray(value, dtype))
@@ -76,6 +79,9 @@ class Recorder:
         self.tables.append(table)
         return table
 
+    def may_update(self, arrays):
+        return all(a.buffer.address is not None and a.address in self.owned for a in arrays)
+
     # operations other than kernels
 
     def exchange(self, world, tree, matrix, combine):
@@ -85,16 +91,18 @@ class Recorder:
         has the shape (width,).
         """
         target = launching.empty(matrix.shape[1:], matrix.dtype)
-        self._step(Exchange(self.device, world, tree, matrix, combine, target), [matrix, target])
+        step = program.exchange(self.device, world, tree, matrix, combine, target)
+        self._step(step, [matrix, target])
         return target
 
     def between(self, mover, source, target):
         """Record an operation that gathers `source` from all ranks into `target`, GPU to GPU."""
-        self._step(Between(mover, source, target), [source, target])
+        step = Operation(lambda device: mover.allgather(source, target), mover.captured)
+        self._step(step, [source, target])
 
     def store(self, new, old):
-        """Let the next training step read the value of `new` where this step reads `old`."""
-        self.stored.append((new, old))
+        """Record a copy of `new` to `old`."""
+        self._step(program.copy(new, old), [new, old])
 
     def output(self, value):
         """Add a result of the step to `values`."""
@@ -107,85 +115,48 @@ class Recorder:
             if isinstance(buffer, Planned):
                 buffer.first = index if buffer.first is None else buffer.first
                 buffer.last = index
-            else:
-                first, _ = self.touched.get(id(buffer), (index, index))
-                self.touched[id(buffer)] = first, index
-        step.place = phases.place()
         self.steps.append(step)
 
     # finishing
 
     def finish(self, outputs, graphs=True):
-        """Plan the memory, capture the segments, and return the Program.
+        """Plan the memory, capture the segments as CUDA graphs if `graphs`, return the Program.
 
-        Parameters
-        ----------
-        outputs : {name: Array () float64}
-            Scalars that the host receives after each training step.
-        graphs : bool
-            Whether to capture the segments as CUDA graphs.
+        `outputs` are the scalars that the host receives after each step, {name: Array () float64}.
         """
-        self._store()
         ends = list(outputs.values())
         addresses = self.table([[array] for array in ends])
         counter = launching.persistent((2,), np.int32)
         words = max(self.words, 1)
         ring = self.device.pinned(4 * words * ROWS).view(np.int32).reshape(ROWS, words)
-        results = self.device.pinned(8 * max(len(ends), 1) * ROWS).view(np.float64)
-        results = results.reshape(ROWS, max(len(ends), 1))
+        numbers = self.device.pinned(8 * max(len(ends), 1) * ROWS).view(np.float64)
+        numbers = numbers.reshape(ROWS, max(len(ends), 1))
         controls = launching.persistent((words,), np.int32)
         self.controls.address = controls.address
-        arguments = addresses, len(ends), counter, _as_device_array(results, np.float64)
+        arguments = addresses, len(ends), counter, _as_device_array(numbers)
         self.launch(kernels.make("program_end", 1, 32, arguments))
-        arguments = _as_device_array(ring, np.int32), ROWS, words, counter, controls
+        arguments = _as_device_array(ring), ROWS, words, counter, controls
         begin = kernels.make("program_begin", 1, 256, arguments)
         slab, nbytes = self._plan()
-        self.steps.insert(0, Kernel(begin))
+        self.steps.insert(0, program.kernel(begin))
         for table in self.tables:
             self.device.upload(table.address, table.filled())
         self.device.synchronize()
-        segments, owners = _segments(self.steps), (slab, controls, counter, self.tables)
-        memory = ring, results, self.slots, list(outputs), owners, nbytes
-        return Program(self.device, segments, *memory, graphs)
-
-    def _store(self):
-        """Store each new array in the memory of its old array, or copy it there after the step.
-
-        All new arrays in one buffer move together or not at all. Otherwise, an array that moves
-        could overwrite a neighbour that stays, such as a frozen weight.
-        """
-        pieces = {}
-        for new, old in self.stored:
-            pieces.setdefault(id(new.buffer), []).append((new, old))
-        for pairs in pieces.values():
-            self._take_place(pairs)
-        for new, old in self.stored:
-            if _place(new) != _place(old):
-                self._step(Copy(old, new), [new, old])
-
-    def _take_place(self, pairs):
-        """Move the buffer of the new arrays to the address of the old arrays' buffer, if possible.
-
-        `pairs` contains a pair (new, old) for each array. The move is possible if the new buffer
-        holds no other arrays, and each new array has the offset and size of its old array. In
-        addition, no operation may use the old buffer after the first use of the new buffer.
-        """
-        buffer, old_buffer = pairs[0][0].buffer, pairs[0][1].buffer
-        if not isinstance(buffer, Planned) or buffer.address is not None:
-            return
-        _, last_read = self.touched.get(id(old_buffer), (0, -1))
-        nbytes = sum(-(-new.nbytes // launching.ALIGNED) * launching.ALIGNED for new, _ in pairs)
-        if (
-            nbytes == buffer.nbytes <= getattr(old_buffer, "nbytes", 0)
-            and (buffer.first is None or last_read <= buffer.first)
-            and all(old.buffer is old_buffer for _, old in pairs)
-            and all((new.offset, new.nbytes) == (old.offset, old.nbytes) for new, old in pairs)
-        ):
-            buffer.address = old_buffer.address
+        return Program(
+            self.device,
+            _segments(self.steps),
+            ring=ring,
+            numbers=numbers,
+            slots=self.slots,
+            names=list(outputs),
+            owners=(slab, controls, counter, self.tables),
+            nbytes=nbytes,
+            graphs=graphs,
+        )
 
     def _plan(self):
         """Assign every planned buffer an address in one slab; return the slab and its size."""
-        todo = [b for b in self.planned if b.address is None and b.first is not None]
+        todo = [buffer for buffer in self.planned if buffer.first is not None]
         offsets, total = memory_plan.place([(b.nbytes, b.first, b.last) for b in todo])
         slab = self.device.allocate(max(total, 1))
         for buffer, offset in zip(todo, offsets, strict=True):
@@ -193,28 +164,16 @@ class Recorder:
         return slab, total
 
 
-def _place(array):
-    """Return the address of an array, or (buffer, offset) if the address is not known yet."""
-    has_address = array.buffer.address is not None
-    return array.address if has_address else (array.buffer, array.offset)
-
-
-def _as_device_array(pinned, dtype):
+def _as_device_array(pinned):
     """Return pinned host memory as an Array. Kernels use the host's address."""
     holder = launching.Block(pinned.ctypes.data, pinned.nbytes)
-    return Array(holder, dtype, pinned.shape)
+    return Array(holder, pinned.dtype, pinned.shape)
 
 
 def _segments(steps):
-    """Split operations into segments.
-
-    A segment is a sequence of operations that a CUDA graph can capture, or one operation that
-    cannot be captured.
-    """
+    """Split operations into runs that a CUDA graph can capture, and single other operations."""
     segments = []
-    for step in steps:
-        if step.captured and segments and segments[-1][0].captured:
-            segments[-1].append(step)
-        else:
-            segments.append([step])
+    for captured, group in itertools.groupby(steps, key=lambda step: step.captured):
+        run = list(group)
+        segments += [run] if captured else [[step] for step in run]
     return segments

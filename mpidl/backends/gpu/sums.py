@@ -24,8 +24,8 @@ GATHERED = 1 << 28
 class Counts:
     """Provides the image counts and indices of a mini-batch to GPU kernels, as `Batch.device`.
 
-    `count` is the number of images in the mini-batch whose results are being read. If `count` is
-    None, the count of the Batch is used.
+    `count` is the number of images of the mini-batch whose results are being read; None is the
+    count of the Batch.
     """
 
     def __init__(self):

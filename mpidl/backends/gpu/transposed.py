@@ -12,15 +12,15 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
     blocks, *image, lanes = x.dims
     shape = blocks, *shapes.transposed_conv2d_shape(image, weight.dims, stride, cropping), lanes
     like = Array(None, x.dtype, shape, order=array.order_of_lanes(shape))  # an Array without memory
-    return conv.dx_of(x, like, weight, (stride, cropping, *shapes.PLAIN), None, bias)
+    return conv.dx_of(x, like, weight, shapes.Geometry(stride, cropping), None, bias)
 
 
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
-    conv_args = stride, cropping, *shapes.PLAIN
+    geometry = shapes.Geometry(stride, cropping)
     dx = dweight = None
     if needs[0]:
-        dx = conv.conv2d(dy, weight, None, *conv_args)
+        dx = conv.conv2d(dy, weight, None, geometry)
     if needs[1]:
-        leaves, per_block = conv.leaves_of(x, dy, weight, conv_args, tree)[:2]
+        leaves, per_block = conv.leaves_of(x, dy, weight, geometry, tree)[:2]
         dweight = fold.partial_of_leaves(leaves, tree, per_block, like=weight)
     return dx, dweight, batchnorm.channel_sums(dy, tree) if needs[2] else None

@@ -15,7 +15,8 @@ class _Columns:
     same two buffers, `padded` and `columns`.
     """
 
-    def __init__(self, x, weight_shape, stride, padding, dilation):
+    def __init__(self, x, weight_shape, geometry):
+        stride, padding, dilation, _ = geometry
         (c, h, w, lanes), (_, _, r, s) = x.shape[1:], weight_shape
         (top, bottom), (left, right) = padding
         _, p, q = shapes.conv2d_shape((c, h, w), weight_shape, stride, padding, dilation)
@@ -53,10 +54,10 @@ class _Columns:
         out[...] = self.image
 
 
-def conv2d(x, weight, bias, stride, padding, dilation, groups):
-    shape = shapes.conv2d_shape(x.shape[1:-1], weight.shape, stride, padding, dilation)
+def conv2d(x, weight, bias, geometry):
+    shape, groups = shapes.conv2d_shape(x.shape[1:-1], weight.shape, *geometry[:3]), geometry.groups
     y = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
-    columns = _Columns(x, weight.shape, stride, padding, dilation)
+    columns = _Columns(x, weight.shape, geometry)
     filters = weight.reshape(groups, len(weight) // groups, -1)
     for b in range(len(x)):
         out = y[b].reshape(groups, len(weight) // groups, -1)
@@ -68,10 +69,10 @@ def conv2d(x, weight, bias, stride, padding, dilation, groups):
     return y
 
 
-def conv2d_dx(dy, x, weight, stride, padding, dilation, groups):
+def conv2d_dx(dy, x, weight, geometry):
     """Return the gradient with respect to x. Only the shape and dtype of x are used."""
-    dx = np.empty_like(x)
-    columns = _Columns(x, weight.shape, stride, padding, dilation)
+    dx, groups = np.empty_like(x), geometry.groups
+    columns = _Columns(x, weight.shape, geometry)
     filters = weight.reshape(groups, len(weight) // groups, -1)
     matrix = columns.groups(columns.columns, groups)
     for b in range(len(x)):
@@ -82,10 +83,10 @@ def conv2d_dx(dy, x, weight, stride, padding, dilation, groups):
     return dx
 
 
-def conv2d_dweight(dy, x, weight, stride, padding, dilation, groups, tree):
+def conv2d_dweight(dy, x, weight, geometry, tree):
     """Return the gradient with respect to weight. Only the shape and dtype of weight are used."""
-    columns = _Columns(x, weight.shape, stride, padding, dilation)
-    counter = Counter(tree)
+    columns = _Columns(x, weight.shape, geometry)
+    counter, groups = Counter(tree), geometry.groups
     for b in range(len(x)):
         matrix = columns.groups(columns.unfold(x[b]), groups)
         out = dy[b].reshape(groups, len(weight) // groups, -1)
@@ -100,10 +101,7 @@ def conv2d_backward(
     dy,
     x,
     weight,
-    stride,
-    padding,
-    dilation,
-    groups,
+    geometry,
     counts,
     tree,
     needs,
@@ -115,10 +113,9 @@ def conv2d_backward(
         raise TypeError(
             "the reference stores all activations: expected no activation_after, no sums"
         )
-    conv_args = stride, padding, dilation, groups
     return (
-        conv2d_dx(dy, x, weight, *conv_args) if needs[0] else None,
-        conv2d_dweight(dy, x, weight, *conv_args, tree) if needs[1] else None,
+        conv2d_dx(dy, x, weight, geometry) if needs[0] else None,
+        conv2d_dweight(dy, x, weight, geometry, tree) if needs[1] else None,
         channel_sums(dy, tree) if needs[2] else None,
         None,  # no `activation_sums`: this backend has no DeferredInput
     )

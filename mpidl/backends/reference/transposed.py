@@ -10,16 +10,16 @@ from mpidl.backends.reference.conv import conv2d, conv2d_dweight, conv2d_dx
 def transposed_conv2d(x, weight, bias, stride, cropping):
     shape = shapes.transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
     like = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
-    y = conv2d_dx(x, like, weight, stride, cropping, *shapes.PLAIN)
+    y = conv2d_dx(x, like, weight, shapes.Geometry(stride, cropping))
     if bias is not None:
         y += bias[:, None, None, None]
     return y
 
 
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
-    conv_args = stride, cropping, *shapes.PLAIN
+    geometry = shapes.Geometry(stride, cropping)
     return (
-        conv2d(dy, weight, None, *conv_args) if needs[0] else None,
-        conv2d_dweight(x, dy, weight, *conv_args, tree) if needs[1] else None,
+        conv2d(dy, weight, None, geometry) if needs[0] else None,
+        conv2d_dweight(x, dy, weight, geometry, tree) if needs[1] else None,
         channel_sums(dy, tree) if needs[2] else None,
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpidl.core import keyed
 from mpidl.data.datastore import Datastore, Indices, counted
-from mpidl.data.formats.format import OpenOptions, World, format_of_parts
+from mpidl.data.formats.format import OpenOptions, World, check_part, format_of_parts
 from mpidl.errors import UserError
 from mpidl.files import digest
 from mpidl.text import printable
@@ -54,8 +54,7 @@ class Cells(Datastore):
     targets_dtype = np.dtype(np.int32)
 
     def __init__(self, part: str = "train") -> None:
-        if part not in COUNTS:
-            raise UserError(f"cells: expected one of {', '.join(COUNTS)}, found {part!r}")
+        check_part(part, "cells", tuple(COUNTS))
         self.part, self.count, self.classes = part, COUNTS[part], list(CLASSES)
         self.first = 0 if part == "train" else COUNTS["train"]
 

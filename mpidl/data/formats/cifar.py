@@ -14,13 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidl.data.array_datastore import ArrayDatastore
-from mpidl.data.formats.format import World, format_of_parts
+from mpidl.data.formats.format import World, check_part, format_of_parts
 from mpidl.data.labels import align_labels
 from mpidl.data.loading.node_memory import once_per_node
-from mpidl.data.storage.paths import is_file, open_binary, reading, stamp_of
+from mpidl.data.paths import is_file, open_binary, reading, stamp_of
 from mpidl.errors import UserError
 from mpidl.text import printable
 
+PARTS = ("train", "test")
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
 # Names of the files of the Python version. These files are pickles and are never read.
@@ -32,8 +33,7 @@ class Kind(NamedTuple):
 
     name: str  # "CIFAR-10" or "CIFAR-100"
     folder: str  # name of the folder in the downloaded archive
-    train: tuple[str, ...]  # names of the files with training and test images
-    test: tuple[str, ...]
+    files: dict[str, tuple[str, ...]]  # {part: names of its files}
     # {kind of label: (number of classes, file of class names)}, in the order of the label bytes
     # of a record.
     labels: dict[str, tuple[int, str]]
@@ -48,15 +48,16 @@ KINDS = (
     Kind(
         "CIFAR-10",
         "cifar-10-batches-bin",
-        tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
-        ("test_batch.bin",),
+        {
+            "train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
+            "test": ("test_batch.bin",),
+        },
         {"fine": (10, "batches.meta.txt")},
     ),
     Kind(
         "CIFAR-100",
         "cifar-100-binary",
-        ("train.bin",),
-        ("test.bin",),
+        {"train": ("train.bin",), "test": ("test.bin",)},
         {"coarse": (20, "coarse_label_names.txt"), "fine": (100, "fine_label_names.txt")},
     ),
 )
@@ -72,10 +73,10 @@ def find_files(
     """
     for kind in KINDS:
         for root in (folder, os.path.join(folder, kind.folder)):
-            files = {}
-            for key, names in (("train", kind.train), ("test", kind.test)):
-                paths = [os.path.join(root, name) for name in names]
-                files[key] = [path for path in paths if is_file(path)]
+            files = {
+                key: [path for name in names if is_file(path := os.path.join(root, name))]
+                for key, names in kind.files.items()
+            }
             if files[part] if part else any(files.values()):
                 return root, kind, files
     return None
@@ -134,14 +135,13 @@ def cifar_folder(
         If a file is missing, truncated or damaged, or if the class of a label is not among
         `classes`.
     """
-    if part not in ("train", "test"):
-        raise UserError(f'{printable(folder)}: part must be "train" or "test", got {part!r}')
+    check_part(part, folder, PARTS)
     folder = os.fspath(folder)
 
     def load():
         files = find_files(folder, part)
         if files is None:
-            expected = " or ".join(getattr(kind, part)[0] for kind in KINDS)
+            expected = " or ".join(kind.files[part][0] for kind in KINDS)
             raise UserError(f"{printable(folder)}: expected {expected}; found no such file")
         root, kind, paths = files
         if labels not in kind.labels:
@@ -149,7 +149,7 @@ def cifar_folder(
             raise UserError(
                 f"{printable(root)}: labels of {kind.name}: expected {expected}, got {labels!r}"
             )
-        missing = [n for n in getattr(kind, part) if os.path.join(root, n) not in paths[part]]
+        missing = [n for n in kind.files[part] if os.path.join(root, n) not in paths[part]]
         if missing:
             raise UserError(
                 f"{printable(root)}: expected {missing[0]} in addition to the other files; it is "
@@ -181,15 +181,13 @@ def read_records(path: str, kind: Kind) -> np.ndarray:
                 f"({kind.name}), found {size} bytes: the file is truncated or not CIFAR"
             )
         data = file.read(size)
-    if len(data) != size:
-        raise UserError(f"{printable(path)}: expected {size} bytes, found {len(data)}")
     records = np.frombuffer(data, np.uint8).reshape(-1, kind.record_bytes)
-    for column, (name, (count, _)) in enumerate(kind.labels.items()):
-        invalid = np.nonzero(records[:, column] >= count)[0]
-        if len(invalid):
+    for labels, (name, (count, _)) in zip(records.T, kind.labels.items(), strict=False):
+        if labels.max() >= count:
+            i = int((labels >= count).argmax())
             raise UserError(
-                f"{printable(path)}: image {invalid[0]}: expected a {name} label below {count}, "
-                f"found {records[invalid[0], column]}"
+                f"{printable(path)}: image {i}: expected a {name} label below {count}, found "
+                f"{labels[i]}"
             )
     return records
 
@@ -226,5 +224,5 @@ FORMAT = format_of_parts(
     open_part=lambda path, part, world, options: cifar_folder(
         path, part, world, classes=options.classes
     ),
-    parts=lambda path: [part for part in ("train", "test") if find_files(path, part) is not None],
+    parts=lambda path: [part for part in PARTS if find_files(path, part) is not None],
 )

@@ -95,7 +95,11 @@ def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> 
     """
     folder = on_rank_0(world, lambda: _drawn(cache))
     if world is not None:
-        world.raise_if_any(None if os.path.isdir(folder) else _unseen(folder, world.host))
+        unseen = UserError(
+            f"{printable(folder)}: drawn by rank 0, but not visible on host {world.host}; set "
+            "MPIDL_CACHE to a folder that all hosts see"
+        )
+        world.raise_if_any(None if os.path.isdir(folder) else unseen)
     store = Digits(folder, world)
     if len(store) != CLASSES * PER_CLASS:
         raise UserError(
@@ -202,7 +206,11 @@ def _drawn(cache):
             with tempfile.TemporaryDirectory(prefix="unfinished-", dir=root) as temporary:
                 written = os.path.join(temporary, "digits")
                 _write(written)
-                _rename(written, folder)
+                try:
+                    os.rename(written, folder)
+                except OSError:  # another job has stored the same images first
+                    if not os.path.isdir(folder):
+                        raise
         except OSError as error:
             raise UserError(
                 f"cannot write the digit set to {printable(root)}: {error.strerror or error}; "
@@ -228,22 +236,6 @@ def _write(folder):
         # depend on Pillow's zlib.
         name = os.path.join(folder, str(label), f"{i:05d}.png")
         Image.fromarray(image).save(name, compress_level=0)
-
-
-def _rename(written, folder):
-    try:
-        os.rename(written, folder)
-    except OSError:
-        if not os.path.isdir(folder):
-            raise
-        # Another job has stored the same images first.
-
-
-def _unseen(folder, host):
-    return UserError(
-        f"{printable(folder)}: drawn by rank 0, but not visible on host {host}; set MPIDL_CACHE "
-        "to a folder that all hosts see"
-    )
 
 
 def _open_part(text: str, part: str, world: World, options: OpenOptions) -> Digits:

@@ -11,9 +11,9 @@ from mpidl.data.datastore import counted
 from mpidl.data.formats.format import PART_NAMES, PARTS, OpenOptions, World, format_of_parts
 from mpidl.data.formats.image_files import SUFFIXES
 from mpidl.data.formats.image_list import ImageList, Listing
-from mpidl.data.storage.paths import Entry, check_remote, exists, is_folder, listed, scan
-from mpidl.data.storage.settings import is_remote
+from mpidl.data.paths import Entry, check_remote, exists, is_folder, listed, scan
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess
+from mpidl.data.urls import is_remote
 from mpidl.errors import UserError
 from mpidl.files import Stamp, on_rank_0, reason, stamp
 from mpidl.matlab_names import explain_arguments

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpidl.data.datastore import Datastore
-from mpidl.data.storage.paths import head, reading
+from mpidl.data.paths import head, reading
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0
@@ -20,6 +24,23 @@ PART_NAMES = {
     **{name: name for name in PARTS},
     **{"training": "train", "valid": "validation", "val": "validation", "testing": "test"},
 }
+
+
+def check_part(part: str, place: str | os.PathLike[str], parts: Sequence[str]) -> None:
+    """Raise UserError unless a part is one of those that a format has."""
+    if part not in parts:
+        names = " or ".join(f'"{name}"' for name in parts)
+        raise UserError(f"{printable(place)}: part must be {names}, got {part!r}")
+
+
+def check_images(shape: Sequence[int], dtype: np.dtype, source: str) -> None:
+    """Raise UserError unless an array in a file, of any layout, can hold images."""
+    if dtype != np.uint8 and dtype.kind != "f":
+        raise UserError(f"{source}: expected uint8 (pixels 0 to 255) or floats, found {dtype}")
+    if len(shape) not in (3, 4):
+        raise UserError(f"{source}: expected (n, C, H, W) or (n, H, W), found {tuple(shape)}")
+    if not math.prod(shape):
+        raise UserError(f"{source}: expected images, found none (shape {tuple(shape)})")
 
 
 class OpenOptions(NamedTuple):
@@ -102,10 +123,11 @@ def format_of_parts(
 
 
 def opened_by(open_file: Callable[..., Datastore], name: str, **rest: Any) -> Format:
-    """Make a Format of files that `open_file(path, world, part, classes=, labelled=)` opens."""
+    """Make a Format of what `open_file(path, part=, world=, classes=, labelled=)` opens."""
 
     def open_part(path, part, world, options):
-        return open_file(path, world, part, classes=options.classes, labelled=options.labelled)
+        keywords = {"classes": options.classes, "labelled": options.labelled}
+        return open_file(path, part=part, world=world, **keywords)
 
     return format_of_parts(name, open_part=open_part, **rest)
 

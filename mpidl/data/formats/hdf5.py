@@ -14,18 +14,18 @@ import numpy as np
 from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats import hdf5_probe
-from mpidl.data.formats.format import World, format_of_parts
-from mpidl.data.formats.hdf5_remote import RemoteRows
+from mpidl.data.formats.format import World, check_images, format_of_parts
 from mpidl.data.labels import align_labels, check_int32, integer_labels, parse_class_names
-from mpidl.data.storage.objects import ByteStream
-from mpidl.data.storage.paths import reading, stamp_of
-from mpidl.data.storage.settings import is_remote
+from mpidl.data.paths import reading, stamp_of
+from mpidl.data.urls import is_remote
 from mpidl.errors import UserError
 from mpidl.files import Stamp, changed, digest, on_rank_0, open_for_reading, stamp
 from mpidl.text import printable
 
 if TYPE_CHECKING:
     import h5py
+
+    from mpidl.data.storage.objects import ByteStream
 
 # {layout of a dataset: permutation of its dimensions to (n, C, H, W), or to (n, H, W) for gray
 # images}. The last two layouts are MATLAB's arrays H x W x C x N and H x W x N in HDF5 files.
@@ -130,7 +130,7 @@ class HDF5Datastore(Datastore):
     def _set_contents(self, path: str, contents: Contents) -> None:
         self.path, self.contents, self._lock = path, contents, threading.Lock()
         self._file: Any = None
-        self._stream = ByteStream(path, contents.stamp) if is_remote(path) else None
+        self._stream = _stream_of(path, contents.stamp)
         self.image_shape, self.dtype = contents.images.shape, contents.images.dtype
         self.labels, self.classes = contents.labels, contents.classes
         if contents.targets is not None:
@@ -175,6 +175,15 @@ class HDF5Datastore(Datastore):
         # The size of the file reveals most changes. The modification time is left out, because
         # it differs between copies of a file.
         return digest(super().fingerprint(), self.contents.stamp.size, self.contents.images.layout)
+
+
+def _stream_of(path: str, now: Stamp) -> ByteStream | None:
+    """Return the bytes of an object as a Python file, or None for a local file."""
+    if not is_remote(path):
+        return None
+    from mpidl.data.storage.objects import ByteStream
+
+    return ByteStream(path, now)
 
 
 def inspect_file(
@@ -238,7 +247,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
 
     with reading(path):
         now = stamp_of(os.fspath(path))
-        stream = ByteStream(os.fspath(path), now) if is_remote(path) else None
+        stream = _stream_of(os.fspath(path), now)
         problem = hdf5_probe.problem_of(path, now, stream)
         if problem is not None:
             raise UserError(f"{printable(path)}: the file cannot be read: {problem}")
@@ -332,13 +341,11 @@ def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
     Raises UserError if the dataset is empty, its type is unsuitable, or its chunks are too large.
     """
     source = f"{printable(stored.file.filename)}: {name}"
-    if not stored.ndim or (layout and not stored.size):
+    if layout:
+        check_images(stored.shape, stored.dtype, source)
+    elif not stored.ndim:
         raise UserError(f"{source}: expected one entry per image, found shape {stored.shape}")
     is_integer, itemsize = stored.dtype.kind in "biu", stored.dtype.itemsize
-    if layout and is_integer and stored.dtype != np.uint8:
-        raise UserError(
-            f"{source}: expected uint8 (pixels 0 to 255) or floats, found {stored.dtype}"
-        )
     axes = LAYOUTS[layout][1:] if layout else range(1, stored.ndim)
     shape = tuple(int(stored.shape[axis]) for axis in axes)
     row_bytes = max(1, math.prod(shape) * itemsize)
@@ -365,7 +372,11 @@ def read_rows(
     object store, `stream` is the open file.
     """
     indices = np.asarray(indices, np.int64)
-    remote = None if stream is None else RemoteRows(stored, indices, stream)
+    remote = None
+    if stream is not None:
+        from mpidl.data.storage.hdf5_rows import RemoteRows
+
+        remote = RemoteRows(stored, indices, stream)
     result = arenas.to_read((len(indices), *rows.shape), rows.dtype)
     order = np.argsort(indices, kind="stable")
     sorted_ = indices[order]

@@ -10,15 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpidl.data.array_datastore import ArrayDatastore, check_labels
-from mpidl.data.formats.format import World, format_of_parts
+from mpidl.data.formats.format import World, check_images, check_part, opened_by
 from mpidl.data.loading.node_memory import once_per_node
-from mpidl.data.storage.paths import is_file, open_binary, reading, stamp_of
+from mpidl.data.paths import is_file, open_binary, reading, stamp_of
 from mpidl.errors import UserError
 from mpidl.text import printable
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 MAX_DIMENSIONS = 8
 DEFLATE_RATIO = 1032  # maximum compression ratio of deflate
+DIMENSIONS = {"images": 3, "labels": 1}
 PREFIX = {"train": "train", "test": "t10k"}
 
 
@@ -49,15 +50,15 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
         dtype, sizes, start = _header(head, path)
         expected = start + math.prod(sizes) * dtype.itemsize
         # The first check keeps a file from claiming more memory than it can fill.
-        found = f"{on_disk} compressed" if packed else str(on_disk)
+        size = f"{on_disk} compressed" if packed else str(on_disk)
         if is_possible := expected <= on_disk * DEFLATE_RATIO + 4096:
             data = head + file.read(max(0, expected - len(head)))
             excess = file.read(1)
-            found = str(len(data) + len(excess) if packed or not excess else on_disk)
+            size = str(len(data) + len(excess) if packed or not excess else on_disk)
     if not is_possible or len(data) != expected or excess:
         is_long = is_possible and (len(data) > expected or excess)
         raise UserError(
-            f"{printable(path)}: expected {expected} bytes for its sizes {sizes}, found {found}: "
+            f"{printable(path)}: expected {expected} bytes for its sizes {sizes}, found {size}: "
             f"the file is {'too long' if is_long else 'truncated'}"
         )
     values = np.frombuffer(data, dtype, math.prod(sizes), start).reshape(sizes)
@@ -94,10 +95,9 @@ def find_file(folder: str, part: str, kind: str) -> str | None:
     An example of a file name is train-images-idx3-ubyte. A dot may replace the dash before "idx",
     and the name may end with ".gz".
     """
-    dimensions = {"images": 3, "labels": 1}[kind]
     for separator in "-.":
         for suffix in ("", ".gz"):
-            name = f"{PREFIX[part]}-{kind}{separator}idx{dimensions}-ubyte{suffix}"
+            name = f"{PREFIX[part]}-{kind}{separator}idx{DIMENSIONS[kind]}-ubyte{suffix}"
             path = os.path.join(folder, name)
             if is_file(path):
                 return path
@@ -145,19 +145,17 @@ def idx_folder(
     UserError
         If a file is missing or damaged, or if a label is not below the number of classes.
     """
-    if part not in PREFIX:
-        raise UserError(f'{printable(folder)}: part must be "train" or "test", got {part!r}')
+    check_part(part, folder, tuple(PREFIX))
     folder = os.fspath(folder)
 
     def load():
-        images, labels = (find_file(folder, part, kind) for kind in ("images", "labels"))
-        for path, kind, required in ((images, "images", True), (labels, "labels", labelled)):
-            if required and path is None:
-                n = 3 if kind == "images" else 1
-                raise UserError(
-                    f"{printable(folder)}: expected {PREFIX[part]}-{kind}-idx{n}-ubyte, or .gz, "
-                    "in this folder; found no such file"
-                )
+        images, labels = (find_file(folder, part, kind) for kind in DIMENSIONS)
+        if images is None or (labelled and labels is None):
+            kind = "labels" if images else "images"
+            raise UserError(
+                f"{printable(folder)}: expected {PREFIX[part]}-{kind}-idx{DIMENSIONS[kind]}-ubyte, "
+                "or .gz, in this folder; found no such file"
+            )
         pixels = read_pixels(images)
         if labels is not None:
             labels = check_labels(read_idx(labels), len(pixels), classes, printable(labels))
@@ -170,21 +168,13 @@ def idx_folder(
 def read_pixels(path: str) -> np.ndarray:
     """Read the pixels of an IDX file. Raise UserError if the file does not hold images."""
     pixels = read_idx(path)
-    if not pixels.size:
-        raise UserError(f"{printable(path)}: expected images, found none (sizes {pixels.shape})")
-    if pixels.ndim not in (3, 4) or not (pixels.dtype == np.uint8 or pixels.dtype.kind == "f"):
-        raise UserError(
-            f"{printable(path)}: expected uint8 images in 3 dimensions, found {pixels.dtype} in "
-            f"{pixels.ndim}"
-        )
+    check_images(pixels.shape, pixels.dtype, printable(path))
     return pixels
 
 
-FORMAT = format_of_parts(
+FORMAT = opened_by(
+    idx_folder,
     "idx",
     recognizes=lambda path, head, option: is_idx_folder(path),
-    open_part=lambda path, part, world, options: idx_folder(
-        path, part, world, classes=options.classes, labelled=options.labelled
-    ),
     parts=lambda path: [part for part in PREFIX if is_idx_folder(path, part)],
 )

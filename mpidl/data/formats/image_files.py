@@ -110,12 +110,6 @@ def _pillow():
     return Image, JpegImageFile, UnidentifiedImageError
 
 
-@functools.cache
-def _import_formats(Image):
-    """Import the modules of the formats, which the first `Image.open` would import."""
-    Image.preinit()
-
-
 def check_image(content: bytes, name: str, shape: tuple[int, ...]) -> None:
     """Check that the content of an image file can be decoded.
 
@@ -128,7 +122,7 @@ def check_image(content: bytes, name: str, shape: tuple[int, ...]) -> None:
 
 def _opened(Image, file, strict):
     """Open an image. If `strict`, reject images with more pixels than Pillow considers safe."""
-    _import_formats(Image)
+    Image.preinit()  # once: imports the formats, which `open` would otherwise do in the block
     if not strict:
         return Image.open(file, formats=FORMATS)
     with warnings.catch_warnings():  # not thread-safe, so only before prefetch threads start

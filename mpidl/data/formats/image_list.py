@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,12 +13,15 @@ from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, Indices
 from mpidl.data.formats.format import World
 from mpidl.data.formats.image_files import KINDS, decode, read_file
-from mpidl.data.storage import objects
-from mpidl.data.storage.settings import is_remote
+from mpidl.data.paths import read_whole
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, Preprocessed
+from mpidl.data.urls import is_remote
 from mpidl.errors import UserError
 from mpidl.files import Stamp, changed, digest, on_rank_0
 from mpidl.text import printable
+
+if TYPE_CHECKING:
+    from mpidl.data.storage.objects import Fetch, ReadAhead
 
 
 class LabelSets(NamedTuple):
@@ -50,7 +53,7 @@ class Listing(NamedTuple):
 
 
 class ImageList(Datastore):
-    """A datastore of image files. Subclasses list the files and pass the Listing to `_set_files`.
+    """A datastore of image files, which a subclass lists.
 
     Attributes
     ----------
@@ -70,24 +73,27 @@ class ImageList(Datastore):
         self,
         folder: str,
         world: World,
-        listing: Callable[[], Listing],
+        list_files: Callable[[], Listing],
         preprocess: Preprocess | None,
     ) -> None:
         self.folder, self.conversion = folder, preprocess or AS_IT_IS
         self.preprocess = self.conversion or None
-        self._pending = objects.ReadAhead()
 
         def read() -> tuple[Listing, tuple[int, ...]]:
-            found = listing()
-            first, content = os.path.join(folder, found.files[0]), None
-            if is_remote(folder):
-                content = objects.request(first, found.stamps[0]).result()
-            return found, decode(first, self.conversion, content=content)[0].shape
+            listing = list_files()
+            first = os.path.join(folder, listing.files[0])
+            content = read_whole(first) if is_remote(folder) else None
+            return listing, decode(first, self.conversion, content=content)[0].shape
 
-        found, self.image_shape = on_rank_0(world, read)
-        self.files, self.unlabelled = found.files, found.problem
-        self.sizes, self.written = np.array(found.stamps, np.int64).reshape(-1, 2).T
-        self.labels, self.classes, self._targets = found.labels, found.classes, found.targets
+        self._pending: ReadAhead | None = None
+        if is_remote(folder):
+            from mpidl.data.storage.objects import ReadAhead
+
+            self._pending = ReadAhead()
+        listing, self.image_shape = on_rank_0(world, read)
+        self.files, self.unlabelled = listing.files, listing.problem
+        self.sizes, self.written = np.array(listing.stamps, np.int64).reshape(-1, 2).T
+        self.labels, self.classes, self._targets = listing.labels, listing.classes, listing.targets
         if isinstance(self._targets, LabelSets):
             self.targets_shape = (self._targets.classes,)
         elif self._targets is not None:
@@ -125,13 +131,15 @@ class ImageList(Datastore):
     def _stamp(self, i):
         return Stamp(int(self.sizes[i]), int(self.written[i]))
 
-    def read_ahead(self, indices: Indices) -> list[objects.Fetch] | None:
-        if not is_remote(self.folder):
+    def read_ahead(self, indices: Indices) -> list[Fetch] | None:
+        if self._pending is None:
             return None
-        return self._pending.start(map(int, indices), self._request)
+        from mpidl.data.storage.objects import request
 
-    def _request(self, i):
-        return objects.request(os.path.join(self.folder, self.files[i]), self._stamp(i))
+        def request_file(i):
+            return request(os.path.join(self.folder, self.files[i]), self._stamp(i))
+
+        return self._pending.start(map(int, indices), request_file)
 
     def encoded_sizes(self) -> np.ndarray | None:
         return None if self.conversion else self.sizes

@@ -24,7 +24,7 @@ from mpidl.data.formats.format import World, opened_by
 from mpidl.data.formats.mat5 import Mat5, Variable
 from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.loading.node_memory import once_per_node
-from mpidl.data.storage.paths import open_binary, reading, stamp_of
+from mpidl.data.paths import open_binary, reading, stamp_of
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0
 from mpidl.text import name_list, printable
@@ -169,22 +169,22 @@ def mat_file(
     def inspect():
         """Return (variable or Rows of the images, count, labels, classes, targets, stamp)."""
         with _opened(path) as file:
-            found = select_variables(path, file.variables, part, (images, labels), labelled)
+            selection = select_variables(path, file.variables, part, (images, labels), labelled)
             codes, names, targets = None, list(classes or []), None
-            if found.labels is not None and len(found.labels.shape) == 4:
-                targets = file.images(found.labels)
-            elif found.labels is not None:
-                values = file.numbers(found.labels)
-                if _are_targets(values, found, classes):
+            if selection.labels is not None and len(selection.labels.shape) == 4:
+                targets = file.images(selection.labels)
+            elif selection.labels is not None:
+                values = file.numbers(selection.labels)
+                if _are_targets(values, selection, classes):
                     with np.errstate(over="ignore"):
                         targets = values.astype(np.float32)
-                    targets = targets.reshape(-1) if targets.size == found.count else targets
+                    targets = targets.reshape(-1) if targets.size == selection.count else targets
                 else:
-                    texts = found.classes and file.texts(found.classes)
+                    texts = selection.classes and file.texts(selection.classes)
                     texts = texts and parse_class_names(texts, printable(path))
-                    codes, names = _labels(path, found, values, texts, classes)
-            pixels = found.images if isinstance(file, Mat5) else file.images(found.images)
-        return pixels, found.count, codes, names, targets, stamp_of(path)
+                    codes, names = _labels(path, selection, values, texts, classes)
+            pixels = selection.images if isinstance(file, Mat5) else file.images(selection.images)
+        return pixels, selection.count, codes, names, targets, stamp_of(path)
 
     pixels, count, codes, names, targets, now = on_rank_0(world, inspect)
     store: Datastore
@@ -328,11 +328,11 @@ def _find_labels(source, variables, images, name, labelled):
     labels = _find(source, variables, name, LABELS.get(images.name.lower(), ()))
     if labels is not None:
         return labels
-    others = [v for v in variables if v is not images]
-    fits = [v for v in others if v.kind in NUMBERS and _is_vector(v, count)]
+    rest = [v for v in variables if v is not images]
+    fits = [v for v in rest if v.kind in NUMBERS and _is_vector(v, count)]
     if len(fits) == 1:
         return fits[0]
-    unusable = [v for v in others if v.kind not in NUMBERS and v.name.lower() in LABEL_NAMES]
+    unusable = [v for v in rest if v.kind not in NUMBERS and v.name.lower() in LABEL_NAMES]
     if fits or (labelled and not unusable):
         raise UserError(
             f"{source}: expected one variable of {count} labels for {images}, found "

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from mpidl.data.storage.paths import open_binary, reading, stamp_of
+from mpidl.data.paths import open_binary, reading, stamp_of
 from mpidl.errors import UserError
 from mpidl.text import printable
 

@@ -21,10 +21,10 @@ from mpidl.data.array_datastore import (
     label_names,
     label_numbers,
 )
-from mpidl.data.formats.format import World, opened_by
+from mpidl.data.formats.format import World, check_images, check_part, opened_by
 from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.loading.node_memory import once_per_node
-from mpidl.data.storage.paths import open_binary, reading, stamp_of
+from mpidl.data.paths import open_binary, reading, stamp_of
 from mpidl.errors import UserError
 from mpidl.text import name_list, printable, sorted_classes
 
@@ -84,8 +84,7 @@ def npz_file(
         If the file is damaged, an array is missing, or an array has an unsuitable type or shape.
     """
     path = os.fspath(path)
-    if part not in ARRAYS:
-        raise UserError(f'{printable(path)}: part must be "train" or "test", got {part!r}')
+    check_part(part, path, tuple(ARRAYS))
     images_name, labels_name, targets_name = ARRAYS[part]
 
     def load():
@@ -156,8 +155,8 @@ class _Archive:
 
     def missing(self, name: str) -> UserError:
         """Return the error that an array is missing."""
-        found = name_list(self.arrays.files) or "nothing"
-        return UserError(f"{printable(self.path)}: expected an array {name}; found {found}")
+        names = name_list(self.arrays.files) or "nothing"
+        return UserError(f"{printable(self.path)}: expected an array {name}; found {names}")
 
     def header(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
         """Return the shape and dtype of an array, after comparing them with the archive's sizes."""
@@ -203,13 +202,8 @@ class _Archive:
     def images(self, name: str) -> np.ndarray:
         """Load images of uint8 or floats as (n, C, H, W)."""
         (shape, dtype), source = self.header(name), self.place(name)
-        if dtype != np.uint8 and dtype.kind != "f":
-            raise UserError(f"{source}: expected uint8 (pixels 0 to 255) or floats, found {dtype}")
-        if len(shape) not in (3, 4):
-            raise UserError(f"{source}: expected (n, C, H, W) or (n, H, W), found {shape}")
+        check_images(shape, dtype, source)
         check_channels_first(shape, source)
-        if not math.prod(shape):
-            raise UserError(f"{source}: expected images, found none (shape {shape})")
         images = self.arrays[name]
         return images[:, None] if images.ndim == 3 else images
 

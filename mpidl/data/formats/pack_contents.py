@@ -52,6 +52,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpidl.data.formats import hdf5
+from mpidl.data.formats.file_set import FileSet
+from mpidl.data.formats.format import check_part
 from mpidl.data.formats.image_files import MAX_BYTES, decode
 from mpidl.data.formats.pack_layout import (
     HEADER,
@@ -61,8 +63,7 @@ from mpidl.data.formats.pack_layout import (
     shard_paths,
 )
 from mpidl.data.labels import align_labels, parse_class_names
-from mpidl.data.storage.file_set import FileSet
-from mpidl.data.storage.paths import stamp_of
+from mpidl.data.paths import stamp_of
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.files import Stamp
@@ -152,8 +153,7 @@ def check_format(file: h5py.File) -> None:
 def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: bool) -> Contents:
     """Inspect one part of a packed file and return its Contents, including all labels."""
     source = printable(path)
-    if part not in PARTS:
-        raise UserError(f'{source}: part must be "train" or "test", got {part!r}')
+    check_part(part, path, PARTS)
     with hdf5.opened(path) as file:
         check_format(file)
         if part not in file:
@@ -200,10 +200,10 @@ def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: 
     return contents._replace(image_shape=pixels.shape)
 
 
-def _expect(is_valid: object, file: h5py.File, part: str, what: str) -> None:
+def _expect(is_valid: object, file: h5py.File, part: str, noun: str) -> None:
     """Raise UserError unless a part of a description is valid."""
     if not is_valid:
-        raise UserError(f"{printable(file.filename)}: {part}: expected {what}")
+        raise UserError(f"{printable(file.filename)}: {part}: expected {noun}")
 
 
 def text_of(holder: h5py.Group, name: str) -> Any:

@@ -14,9 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidl.data.storage.objects import Fetch, Span
-from mpidl.data.storage.paths import head, reading, stamp_of
-from mpidl.data.storage.settings import is_remote
+from mpidl.data.paths import heads, reading, stamp_of
 from mpidl.errors import UserError
 from mpidl.files import Stamp
 from mpidl.text import printable
@@ -99,14 +97,7 @@ def check_shards(paths: Sequence[str], sizes: Sequence[int], identity: bytes) ->
                 f"{printable(path)}: expected a shard of {size} bytes, found {now.size}: pack again"
             )
         stamps.append(now)
-    fetches = [
-        Fetch(Span(path, now, 0, HEADER))
-        for path, now in zip(paths, stamps, strict=True)
-        if is_remote(path)
-    ]
-    for number, path in enumerate(paths):
-        with reading(path):
-            header = fetches[number].result() if fetches else head(path, HEADER)
+    for number, (path, header) in enumerate(zip(paths, heads(paths, stamps, HEADER), strict=True)):
         if header != shard_header(number, identity):
             raise UserError(
                 f"{printable(path)}: expected shard {number + 1} of this packed set, found "

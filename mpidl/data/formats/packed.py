@@ -16,13 +16,12 @@ import numpy as np
 from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats import hdf5
+from mpidl.data.formats.file_set import FileSet, open_raw
 from mpidl.data.formats.format import World, opened_by
 from mpidl.data.formats.image_files import decode
 from mpidl.data.formats.image_list import shape_error
 from mpidl.data.formats.pack_contents import checksum, inspect_part, is_packed, parts_of
 from mpidl.data.formats.pack_layout import chunks
-from mpidl.data.storage.file_set import FileSet
-from mpidl.data.storage.objects import open_raw
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, Preprocessed
 from mpidl.errors import UserError
 from mpidl.files import digest, on_rank_0

@@ -34,7 +34,7 @@ from mpidl.data.formats.pack_layout import (
 )
 from mpidl.data.formats.pack_source import shard_count, source_of
 from mpidl.data.loading.workers import Job, prefetch_items
-from mpidl.data.storage.paths import reading
+from mpidl.data.paths import reading
 from mpidl.errors import UserError
 from mpidl.files import digest, sync_folder
 from mpidl.text import printable

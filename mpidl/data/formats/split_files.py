@@ -14,7 +14,7 @@ from mpidl.data.formats.format import (
     file_format,
     format_of_parts,
 )
-from mpidl.data.storage.paths import is_file, scan
+from mpidl.data.paths import is_file, scan
 from mpidl.data.transforms.preprocess import AS_IT_IS
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0

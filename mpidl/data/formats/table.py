@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from mpidl.data.datastore import Datastore, counted
-from mpidl.data.formats.format import PARTS, Format, OpenOptions, World
+from mpidl.data.datastore import counted
+from mpidl.data.formats.format import PARTS, OpenOptions, World, check_part, format_of_parts
 from mpidl.data.formats.image_list import ImageList
 from mpidl.data.formats.table_files import Table
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess
-from mpidl.errors import UserError
 from mpidl.files import on_rank_0
 from mpidl.matlab_names import explain_arguments
 from mpidl.text import printable
@@ -79,10 +78,8 @@ class ImageTable(ImageList):
         preprocess: Preprocess | None = AS_IT_IS,
     ):
         self.path, self.part = os.fspath(path), part
-        if part is not None and part not in PARTS:
-            raise UserError(
-                f"{printable(self.path)}: part must be one of {', '.join(PARTS)}, got {part}"
-            )
+        if part is not None:
+            check_part(part, self.path, PARTS)
         super().__init__(
             os.path.dirname(self.path),
             world,
@@ -95,7 +92,7 @@ class ImageTable(ImageList):
         return f"{printable(self.path)}{part}: {counted(self)}"
 
 
-def _open(path: str, world: World, options: OpenOptions, part: str | None) -> ImageTable:
+def _open_part(path: str, part: str | None, world: World, options: OpenOptions) -> ImageTable:
     return ImageTable(
         path,
         world,
@@ -106,33 +103,17 @@ def _open(path: str, world: World, options: OpenOptions, part: str | None) -> Im
     )
 
 
-def _parts(path: str, world: World) -> list[str]:
-    return on_rank_0(world, lambda: list(Table(path).parts()))
-
-
-def _open_data(path: str, world: World, options: OpenOptions) -> tuple[Datastore, Datastore | None]:
-    train = _open(path, world, options, "train")
-    if "test" not in _parts(path, world):
-        return train, None
-    return train, _open(path, world, options._replace(classes=train.classes), "test")
-
-
-def _open_test_data(path: str, world: World, options: OpenOptions) -> Datastore:
+def _open_test_data(path: str, world: World, options: OpenOptions) -> ImageTable:
+    """Open the test rows, which training rows never replace, or all rows without `split`."""
     part = "validation" if options.option == "--validation-data" else "test"
-    return _open(path, world, options, part if _parts(path, world) else None)
+    is_split = on_rank_0(world, lambda: bool(Table(path).parts()))
+    return _open_part(path, part if is_split else None, world, options)
 
 
-def _open_validation_data(path: str, world: World, options: OpenOptions) -> Datastore | None:
-    if "validation" not in _parts(path, world):
-        return None
-    return _open(path, world, options, "validation")
-
-
-FORMAT = Format(
+FORMAT = format_of_parts(
     "table",
     recognizes=lambda path, head, option: path.lower().endswith(".csv"),
-    open_data=_open_data,
-    open_test_data=_open_test_data,
+    open_part=_open_part,
+    parts=lambda path: list(Table(path).parts()),
     noun="a .csv table",
-    open_validation_data=_open_validation_data,
-)
+)._replace(open_test_data=_open_test_data)

@@ -24,8 +24,8 @@ import numpy as np
 from mpidl.data.formats.format import PART_NAMES
 from mpidl.data.formats.image_files import MAX_BYTES
 from mpidl.data.formats.image_list import LabelSets, Listing
-from mpidl.data.storage.paths import listed, open_binary, reading, stamp_of
-from mpidl.data.storage.settings import is_remote
+from mpidl.data.paths import listed, open_binary, reading, stamp_of
+from mpidl.data.urls import is_remote
 from mpidl.errors import UserError
 from mpidl.files import Stamp
 from mpidl.text import did_you_mean, name_list, printable, sorted_classes

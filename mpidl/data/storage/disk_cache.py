@@ -23,8 +23,6 @@ from mpidl.text import printable
 
 DIGEST = 16  # size in bytes of the digest at the end of a small file
 
-_is_full = False  # whether a write has failed; if so, nothing more is written
-
 
 def path_of(url: str, stamp: Stamp, suffix: str = "") -> str | None:
     """Return the path of an object's file in the cache, or None without `--cache-dir`."""
@@ -55,14 +53,13 @@ def write(path: str, content: bytes) -> None:
     If writing fails, for example on a full disk, this rank prints a warning and caches no more
     objects.
     """
-    global _is_full
-    if _is_full:
+    if settings.ACCESS.cache_is_full:
         return
     try:
         with _temporary_file(path) as file:
             file.write(content + _digest(content))
     except OSError as error:
-        _is_full = True
+        settings.ACCESS.cache_is_full = True
         print(
             f"mpidl: warning: --cache-dir {printable(settings.current().cache_dir)}: "
             f"{error.strerror or error}: this rank caches no more objects",

@@ -9,19 +9,17 @@ import io
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidl.data.storage import disk_cache, settings
+from mpidl.data.storage.store import store_of
 from mpidl.errors import UserError
 from mpidl.files import RawFile, Stamp
 from mpidl.text import printable
-
-if TYPE_CHECKING:
-    from mpidl.data.storage.store import Store
 
 GAP = 64 << 10  # ranges are read by one request if the gap between them has at most this size
 MAX_SPAN = 4 << 20  # maximum number of bytes of a request that reads several ranges
@@ -30,15 +28,27 @@ MAX_BLOCKS = 64  # number of blocks that a `ByteStream` keeps
 PIECE = 8 << 20  # bytes per request of a copy to --cache-dir
 
 
-# State of the garbage collector: number of active pauses, and whether it was enabled before.
-_pause_lock, _pauses, _was_enabled = threading.Lock(), 0, True
+class CollectorPause:
+    """A context manager that pauses Python's garbage collector while a thread is in its block."""
+
+    def __init__(self) -> None:
+        self._lock, self._threads, self._was_enabled = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._threads:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._threads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if not self._threads and self._was_enabled:
+                gc.enable()
 
 
-def store_of(url: str) -> Store:
-    """Return the store of a URL. Runs that read only files do not import it."""
-    from mpidl.data.storage import store
-
-    return store.store_of(url)
+PAUSE = CollectorPause()
 
 
 class Span(NamedTuple):
@@ -147,11 +157,6 @@ class RemoteFile:
         self._pending, self._lock = ReadAhead(), threading.Lock()
         self._copy: RawFile | None = None
 
-    @property
-    def is_copied(self) -> bool:
-        """Whether the object has been copied to `--cache-dir`."""
-        return self._copy is not None
-
     def check(self) -> None:
         """Copy the object to `--cache-dir`, if set. Otherwise, requests check the Stamp."""
         path = disk_cache.path_of(self.url, self.expected, ".file")
@@ -231,12 +236,6 @@ class RemoteFile:
         """Fill a writable buffer with the bytes starting at `offset`."""
         self.read_rows(np.frombuffer(buffer, np.uint8)[None], np.array([offset]))
 
-    def read_spans(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
-        """Read ranges (offset, size), joining close ranges, and return [(offset, bytes), ...]."""
-        spans = [self._span(start, stop) for start, stop, _ in _joined(sorted(set(ranges)))]
-        fetches = [Fetch(span) for span in spans]
-        return [(fetch.span.start, fetch.result()) for fetch in fetches]
-
 
 def _joined(ranges):
     """Join sorted ranges (offset, size) that are close together. Yield (start, stop, ranges)."""
@@ -266,15 +265,6 @@ class ByteStream(io.RawIOBase):
     def __repr__(self) -> str:  # `h5py.File.filename`, which messages contain
         return self.file.url
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self.position}.get(whence, self.file.expected.size)
         self.position = origin + offset
@@ -288,21 +278,10 @@ class ByteStream(io.RawIOBase):
         in that thread and deleted an h5py object, it would need the same lock, and both threads
         would wait forever.
         """
-        global _pauses, _was_enabled
-        with _pause_lock:
-            if not _pauses:
-                _was_enabled = gc.isenabled()
-                gc.disable()
-            _pauses += 1
-        try:
+        with PAUSE:
             # Wait for a collection that has already started in the event loop's thread.
             store_of(self.file.url).wait_for_loop()
             yield
-        finally:
-            with _pause_lock:
-                _pauses -= 1
-                if not _pauses and _was_enabled:
-                    gc.enable()
 
     def give(self, spans: list[tuple[int, bytes]]) -> None:
         """Store parts (offset, bytes) of the object for the next reads in this thread."""
@@ -335,8 +314,3 @@ class ByteStream(io.RawIOBase):
 def remote_file(url: str, stamp: Stamp) -> RemoteFile:
     """Return the RemoteFile of the version of an object that has the given Stamp."""
     return RemoteFile(url, stamp)
-
-
-def open_raw(path: str, stamp: Stamp) -> RawFile | RemoteFile:
-    """Open a local file or an object for reading by byte offset."""
-    return remote_file(path, stamp) if settings.is_remote(path) else RawFile(path, stamp)

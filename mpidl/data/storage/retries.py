@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import sys
@@ -35,8 +36,6 @@ HINTS = {
     404: "no such bucket or object",
 }
 
-_last_notice = -float("inf")
-
 
 class Refusal(Exception):
     """An error that a store reported. `response` has the same form as in botocore's errors."""
@@ -69,8 +68,6 @@ async def retried(url: str, attempt: Callable[[], Awaitable[T]]) -> T:
     StorageFault
         If the store is busy or does not answer for `retry_seconds`.
     """
-    import asyncio
-
     start, delay, limit = time.monotonic(), FIRST_DELAY, settings.current().retry_seconds
     while True:
         try:
@@ -95,9 +92,8 @@ async def retried(url: str, attempt: Callable[[], Awaitable[T]]) -> T:
 
 def _notice(url, text, limit):
     """Print that requests fail, at most once every `limit` seconds per process."""
-    global _last_notice
-    if time.monotonic() - _last_notice > limit:
-        _last_notice = time.monotonic()
+    if time.monotonic() - settings.ACCESS.notice_time > limit:
+        settings.ACCESS.notice_time = time.monotonic()
         print(
             f"mpidl: {printable(url)}: {text}: trying again for {limit:g} s at most",
             file=sys.stderr,
@@ -107,8 +103,6 @@ def _notice(url, text, limit):
 
 def is_transient(error: BaseException) -> bool:
     """Return whether another attempt may succeed after an error."""
-    import asyncio
-
     response_code, status = _codes(error)
     if status is not None:
         return status in BUSY or response_code in BUSY_CODES

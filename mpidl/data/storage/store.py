@@ -6,6 +6,7 @@ After that, the process must not fork.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import concurrent.futures
 import contextlib
@@ -74,22 +75,17 @@ class Store:
         self._http = self.fs
         if protocol in ("s3", "s3a"):
             self._http = _filesystem("http", configuration)
-        import asyncio  # imported here to save 40 ms in programs with local data
-
         self._slots = asyncio.Semaphore(configuration.requests)
         self._requests: weakref.WeakSet[Coroutine[Any, Any, Any]] = weakref.WeakSet()
         atexit.register(self._cancel_requests)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the event loop and return its Future."""
-        import asyncio
-
         self._requests.add(work)
         return asyncio.run_coroutine_threadsafe(work, self.fs.loop)
 
     def _cancel_requests(self):
         """Cancel the requests in progress. Otherwise, asyncio warns about each request at exit."""
-        import asyncio
 
         async def cancel():
             # other programs in this process may use the loop, too
@@ -106,8 +102,6 @@ class Store:
 
     def wait_for_loop(self) -> None:
         """Wait until the event loop has finished its current work."""
-        import asyncio
-
         self.start(asyncio.sleep(0)).result()
 
     def stamp(self, url: str) -> Stamp | None:
@@ -192,7 +186,6 @@ class Store:
 
     async def _complete(self, stamps):
         """Request the Stamps that are None. Index pages of HTTP servers contain only names."""
-        import asyncio
 
         async def ask(path):
             async with self._slots:

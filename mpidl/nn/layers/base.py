@@ -111,7 +111,8 @@ class Layer:
     Layers take few arguments by position, because their order differs between libraries.
     """
 
-    name: str | None = field(default=None, kw_only=True, metadata=STORED)
+    # None only until a network names the layer
+    name: str = field(default=None, kw_only=True, metadata=STORED)
     after: str | None = field(default=None, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidl import nn
+from mpidl.nn.zoo.sections import builds_network
 
 
 def _block(prefix: str, filters: int) -> list[nn.Layer]:
@@ -51,26 +52,13 @@ def _residual(input_shape: Sequence[int], classes: int, seed: int, filters: int)
     return nn.Network(layers, input_shape, seed=seed)
 
 
+@builds_network
 def fashion(
     input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: int = 0
 ) -> nn.Network:
     """Return `cifar_fast` with 32 filters, for images such as Fashion-MNIST.
 
     For 28x28 gray images of 10 classes, there are 487,230 learnables, and 180 of these are frozen.
-
-    Parameters
-    ----------
-    input_shape : tuple of int
-        Shape (C, H, W) of an image.
-    classes : int
-        Number of outputs.
-    seed : int
-        Seed of the initial weights.
-
-    Returns
-    -------
-    Network
-        The network, with initial weights.
 
     Notes
     -----

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidl import nn
+from mpidl.nn.zoo.sections import builds_network
 
 
+@builds_network
 def digits(
     input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: int = 0
 ) -> nn.Network:
@@ -15,20 +17,6 @@ def digits(
 
     Each convolution is followed by batch normalization and ReLU. The last layer is fully connected.
     The network has 123,090 learnables for 28x28 gray images of 10 classes.
-
-    Parameters
-    ----------
-    input_shape : tuple of int
-        Shape (C, H, W) of an image.
-    classes : int
-        Number of outputs.
-    seed : int
-        Seed of the initial weights.
-
-    Returns
-    -------
-    Network
-        The network, with initial weights.
 
     Notes
     -----
@@ -40,6 +28,7 @@ def digits(
     return nn.Network([*layers, nn.Dense(classes)], input_shape, seed=seed)
 
 
+@builds_network
 def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int = 0) -> nn.Network:
     """Return a network with twelve convolutions, for small images such as CIFAR-10.
 
@@ -47,20 +36,6 @@ def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int
     batch normalization and ReLU four times and ends with pooling. The stages have 32, 64 and 128
     filters. The first two stages end with 2x2 max pooling, and the last stage ends with 8x8 average
     pooling. The network has 677,610 learnables for 32x32 colour images of 10 classes.
-
-    Parameters
-    ----------
-    input_shape : tuple of int
-        Shape (C, H, W) of an image.
-    classes : int
-        Number of outputs.
-    seed : int
-        Seed of the initial weights.
-
-    Returns
-    -------
-    Network
-        The network, with initial weights.
 
     Notes
     -----
@@ -77,6 +52,7 @@ def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int
     return nn.Network([*layers, nn.Dense(classes)], input_shape, seed=seed)
 
 
+@builds_network
 def resnet(
     input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int = 0
 ) -> nn.Network:
@@ -88,20 +64,6 @@ def resnet(
     If a block changes the shape, a 1x1 convolution with batch normalization converts the block's
     input (option B in the paper). Convolutions have biases, and initial weights are Glorot uniform.
     The network has 273,258 learnables for 32x32 colour images of 10 classes.
-
-    Parameters
-    ----------
-    input_shape : tuple of int
-        Shape (C, H, W) of an image.
-    classes : int
-        Number of outputs.
-    seed : int
-        Seed of the initial weights.
-
-    Returns
-    -------
-    Network
-        The network, with initial weights.
 
     Notes
     -----
@@ -143,6 +105,7 @@ def resnet(
     return nn.Network(layers, input_shape, seed=seed)
 
 
+@builds_network
 def alexnet(
     input_shape: Sequence[int] = (3, 227, 227), classes: int = 1000, seed: int = 0
 ) -> nn.Network:
@@ -152,20 +115,6 @@ def alexnet(
     Cross-channel normalization follows the first two convolutions. Overlapping max pooling follows
     the first two convolutions and the last convolution. The network ends with three fully connected
     layers, with dropout between them. Initial weights are Glorot uniform, and biases are zero.
-
-    Parameters
-    ----------
-    input_shape : tuple of int
-        Shape (C, H, W) of an image.
-    classes : int
-        Number of outputs.
-    seed : int
-        Seed of the initial weights.
-
-    Returns
-    -------
-    Network
-        The network, with initial weights.
 
     Notes
     -----

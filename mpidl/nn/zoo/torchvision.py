@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpidl import nn
+from mpidl.nn.zoo.sections import builds_network
 
 SHAPE = (3, 224, 224)
 
@@ -26,6 +27,7 @@ def _sequential(prefix: str, layers: Iterable[nn.Layer]) -> list[nn.Layer]:
     return copies
 
 
+@builds_network
 def alexnet_torchvision(
     input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0
 ) -> nn.Network:
@@ -33,20 +35,6 @@ def alexnet_torchvision(
 
     The network has five convolutions without groups, three fully connected layers, and no
     normalization. `alexnet` is a different network, with groups and cross-channel normalization.
-
-    Parameters
-    ----------
-    input_shape : tuple of int
-        Shape (C, H, W) of an image.
-    classes : int
-        Number of outputs.
-    seed : int
-        Seed of the initial weights.
-
-    Returns
-    -------
-    Network
-        The network, with initial weights.
 
     Notes
     -----
@@ -111,26 +99,12 @@ def _vgg(depth: int, normalized: bool) -> Callable[..., nn.Network]:
     Each of the five stages of convolutions ends with 2x2 max pooling. Three fully connected layers
     with dropout between them follow.
 
-    Parameters
-    ----------
-    input_shape : tuple of int
-        Shape (C, H, W) of an image.
-    classes : int
-        Number of outputs.
-    seed : int
-        Seed of the initial weights.
-
-    Returns
-    -------
-    Network
-        The network, with initial weights.
-
     Notes
     -----
     See Simonyan and Zisserman, "Very deep convolutional networks for large-scale image
     recognition", 2015, table 1.
     """
-    return create
+    return builds_network(create)
 
 
 vgg11, vgg16, vgg19 = (_vgg(depth, False) for depth in VGG_STAGES)
@@ -191,25 +165,12 @@ def _residual_block(
     return [*layers, add, nn.ReLU(name=f"{prefix}_relu")]
 
 
+@builds_network
 def resnet18(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> nn.Network:
     """Return ResNet-18, with 11,689,512 learnables for 1000 classes.
 
     The network has a 7x7 convolution and four stages of residual blocks. Each block has two 3x3
     convolutions. The convolutions have no bias.
-
-    Parameters
-    ----------
-    input_shape : tuple of int
-        Shape (C, H, W) of an image.
-    classes : int
-        Number of outputs.
-    seed : int
-        Seed of the initial weights.
-
-    Returns
-    -------
-    Network
-        The network, with initial weights.
 
     Notes
     -----
@@ -218,49 +179,23 @@ def resnet18(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int 
     return _resnet((2, 2, 2, 2), False, input_shape, classes, seed)
 
 
+@builds_network
 def resnet34(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> nn.Network:
-    """Return ResNet-34, with 21,797,672 learnables for 1000 classes; see `resnet18`.
-
-    Parameters
-    ----------
-    input_shape : tuple of int
-        Shape (C, H, W) of an image.
-    classes : int
-        Number of outputs.
-    seed : int
-        Seed of the initial weights.
-
-    Returns
-    -------
-    Network
-        The network, with initial weights.
-    """
+    """Return ResNet-34, with 21,797,672 learnables for 1000 classes; see `resnet18`."""
     return _resnet((3, 4, 6, 3), False, input_shape, classes, seed)
 
 
+@builds_network
 def resnet50(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> nn.Network:
     """Return ResNet-50, with 25,557,032 learnables for 1000 classes; see `resnet18`.
 
     A residual block has a 1x1, a 3x3 and another 1x1 convolution. As in torchvision, the 3x3
     convolution halves the rows and columns. In the paper, the first convolution halves them.
-
-    Parameters
-    ----------
-    input_shape : tuple of int
-        Shape (C, H, W) of an image.
-    classes : int
-        Number of outputs.
-    seed : int
-        Seed of the initial weights.
-
-    Returns
-    -------
-    Network
-        The network, with initial weights.
     """
     return _resnet((3, 4, 6, 3), True, input_shape, classes, seed)
 
 
+@builds_network
 def squeezenet1_1(
     input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0
 ) -> nn.Network:
@@ -269,20 +204,6 @@ def squeezenet1_1(
     A 3x3 convolution is followed by eight fire modules. A fire module reduces the channels of its
     input by a 1x1 convolution, and concatenates a 1x1 and a 3x3 convolution of the result. The
     network ends with a 1x1 convolution and global average pooling.
-
-    Parameters
-    ----------
-    input_shape : tuple of int
-        Shape (C, H, W) of an image.
-    classes : int
-        Number of outputs.
-    seed : int
-        Seed of the initial weights.
-
-    Returns
-    -------
-    Network
-        The network, with initial weights.
 
     Notes
     -----
@@ -368,6 +289,7 @@ def _inverted_residual(
     return [*layers, nn.Add(inputs=(before, norm), name=prefix)] if is_residual else layers
 
 
+@builds_network
 def mobilenet_v2(
     input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0
 ) -> nn.Network:
@@ -376,20 +298,6 @@ def mobilenet_v2(
     The network consists of inverted residual blocks. A 1x1 convolution expands the channels, a 3x3
     convolution filters each channel separately, and another 1x1 convolution reduces the channels.
     Activations are clipped to the range from 0 to 6.
-
-    Parameters
-    ----------
-    input_shape : tuple of int
-        Shape (C, H, W) of an image.
-    classes : int
-        Number of outputs.
-    seed : int
-        Seed of the initial weights.
-
-    Returns
-    -------
-    Network
-        The network, with initial weights.
 
     Notes
     -----

@@ -15,7 +15,7 @@ from bokeh.models import (
 from bokeh.palettes import Category10_10
 from bokeh.plotting import figure
 
-from mpidl.report.plots import FAINT, TRAINING, VALIDATION
+from mpidl.report.run_curves import TRAINING, VALIDATION
 
 HEIGHT = 260
 # Data of a run: (curves, validations, colour).
@@ -66,8 +66,8 @@ def speed(sources: Sequence[Sources]) -> Any:
 def _draw_curves(plot, name, sources):
     """Draw a column of each run in a faint colour, with its moving average on top."""
     for curves, _, colour in sources:
-        faint = {"color": FAINT} if len(sources) == 1 else {"color": colour, "alpha": 0.18}
-        plot.line("x", name, source=curves, line_width=1, **faint)
+        alpha = 0.4 if len(sources) == 1 else 0.18
+        plot.line("x", name, source=curves, line_width=1, color=colour, alpha=alpha)
     for curves, _, colour in sources:
         plot.line("x", f"{name}_smooth", source=curves, line_width=2, color=colour)
 

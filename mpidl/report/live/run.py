@@ -13,6 +13,7 @@ from typing import Any
 from mpidl.errors import UserError
 from mpidl.report import run_files, status, stop_file
 from mpidl.report.curves import Columns, number
+from mpidl.report.history import HistoryRecorder
 from mpidl.report.live.folder import Folder
 from mpidl.report.live.tail import FILE, Tail
 from mpidl.report.progress.rows import clock
@@ -20,7 +21,6 @@ from mpidl.text import printable
 
 POLL_SECONDS = 0.5  # shortest time between two checks of a folder
 SILENT_SECONDS = 60.0  # after this time without a record, the page says so
-COLUMNS = "epoch iteration loss accuracy learning_rate images_per_second seconds".split()
 RUN_FILES = (FILE, status.NAME, "options.toml", "checkpoint.h5", "checkpoint-previous.h5")
 RUN_FILES += ("trial.json",)  # folders of a sweep's trials
 
@@ -45,9 +45,18 @@ class LiveRun:
         self._clear()
 
     def _clear(self):
-        self.iterations, self.validations = Columns(COLUMNS), Columns(COLUMNS)
+        self.recorder = HistoryRecorder()
         self.ranks: dict[str, Any] | None = None
-        self.final_validation: dict[str, Any] = {}
+
+    @property
+    def iterations(self) -> Columns:
+        """The numbers of all iterations."""
+        return self.recorder.columns["iteration"]
+
+    @property
+    def validations(self) -> Columns:
+        """The numbers of all validations."""
+        return self.recorder.columns["validation"]
 
     def poll(self, at_once: bool = False) -> None:
         """Read what the run has written, at most once per POLL_SECONDS unless `at_once` is true."""
@@ -64,7 +73,9 @@ class LiveRun:
         if has_restarted:
             self._clear()
         for record in records:
-            self._add(record)
+            self.recorder.add(record)
+            if record.get("kind") == "ranks":
+                self.ranks = record
         if records or has_restarted:
             self.version += 1
             self.news_time = now if was_complete else now - self._age()
@@ -76,17 +87,6 @@ class LiveRun:
         """Return the seconds since the last record was written."""
         written = self.folder.read(FILE, lambda descriptor, status: status.st_mtime)
         return max(0.0, time.time() - written) if written is not None else 0.0
-
-    def _add(self, record):
-        kind = record.get("kind")
-        if kind == "iteration":
-            self.iterations.append(record)
-        elif kind == "validation":
-            self.validations.append(record)
-        elif kind == "final_validation":
-            self.final_validation = record
-        elif kind == "ranks":
-            self.ranks = record
 
     def _current_summary(self):
         """Return the content of summary.json if it describes the current end of the run."""
@@ -157,9 +157,9 @@ class LiveRun:
         if reason and self.summary is None:
             return f"stopped: {reason}"
         text = f"done ({reason})" if reason else "done"
-        sources = {"validation": self.final_validation, "test": self.summary or {}}
-        for name, source in sources.items():
-            accuracy = number(source.get("accuracy"))
+        validated = self.recorder.columns["final_validation"].last("accuracy")
+        tested = number((self.summary or {}).get("accuracy"))
+        for name, accuracy in (("validation", validated), ("test", tested)):
             text += f", {name} accuracy {accuracy:.4f}" if math.isfinite(accuracy) else ""
         return text
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.report import svg_charts
+from mpidl.report import run_curves, svg_charts
 from mpidl.report.elements import Content, element, page, table
 from mpidl.report.progress.rows import clock
 from mpidl.report.run_files import TIMES, ConfusionTable, RunFiles
@@ -190,68 +190,37 @@ def _text(value, name):
 
 
 def _curves(runs, names):
+    """Return the charts of all runs. Lines of a single run have the colours of progress.png."""
+    is_single = len(runs) == 1
     colours = [svg_charts.COLOURS[i % len(svg_charts.COLOURS)] for i in range(len(runs))]
+    places = list(zip(runs, names, colours, strict=True))
     charts = []
-    for field, title, log in (("loss", "Loss", True), ("accuracy", "Accuracy", False)):
-        lines = []
-        for run, name, colour in zip(runs, names, colours, strict=True):
-            lines += _lines(run, field, "" if len(runs) == 1 else f"{name} ", colour)
-        unit = "%" if field == "accuracy" else ""
-        charts.append(svg_charts.chart(title, lines, log=log, unit=unit))
-    for field, title in (("learning_rate", "Learning rate"), ("images_per_second", "Images/s")):
-        kind = "iteration" if field == "learning_rate" else "epoch"
+    for field, title, factor, unit in (("loss", "Loss", 1, ""), ("accuracy", "Accuracy", 100, "%")):
+        lines: list[svg_charts.Line] = []
+        for run, name, colour in places:
+            curves = run_curves.curves_of(run.history, field, factor)
+            if is_single:
+                lines += curves.values()
+                continue
+            if len(run.history.epoch):
+                curves.pop("iteration", None)
+            for line in curves.values():
+                short = f"{name} {line.name.split(',')[0]}"
+                lines.append(line._replace(name=short, colour=colour))
+        charts.append(svg_charts.chart(title, lines, log=field == "loss", unit=unit))
+    metrics = dict.fromkeys(name for run in runs for name in run.history.validation.metrics)
+    for title, kind, field in (
+        ("Learning rate", "iteration", "learning_rate"),
+        ("Images/s", "epoch", "images_per_second"),
+        *((f"Validation: {metric}", "validation", metric) for metric in metrics),
+    ):
         lines = [
-            svg_charts.Line(
-                "" if len(runs) == 1 else name,
-                _points(getattr(run.history, kind), field),
-                colour,
-            )
-            for run, name, colour in zip(runs, names, colours, strict=True)
+            svg_charts.Line("" if is_single else name, run_curves.points_of(series, field), colour)
+            for run, name, colour in places
+            if field in (series := getattr(run.history, kind)).as_dict()
         ]
         charts.append(svg_charts.chart(title, lines))
-    series = [run.history.validation for run in runs]
-    for metric in dict.fromkeys(name for validation in series for name in validation.metrics):
-        lines = [
-            svg_charts.Line(
-                "" if len(runs) == 1 else name, _metric_points(validation, metric), colour
-            )
-            for validation, name, colour in zip(series, names, colours, strict=True)
-            if metric in validation.metrics
-        ]
-        charts.append(svg_charts.chart(f"Validation: {metric}", lines))
     return element("div", *charts, class_="charts")
-
-
-def _lines(run, field, prefix, colour):
-    """Return the lines of a run: epochs, validations and, for a single run, mini-batches."""
-    history, factor = run.history, 100 if field == "accuracy" else 1
-    single = not prefix
-    lines = []
-    for kind, title, style in (
-        ("iteration", "mini-batches", "faint"),
-        ("epoch", "training, mean over the epoch", "line"),
-        ("validation", "validation", "dashed"),
-        ("final_validation", "validation of the returned network", "line"),
-    ):
-        series = getattr(history, kind)
-        hidden = kind == "iteration" and not single and len(history.epoch)
-        if len(series) and not hidden:
-            name = title if single else f"{prefix}{title.split(',')[0]}"
-            places = {"validation": 1, "final_validation": 2} if single else {}
-            shade = svg_charts.COLOURS[places[kind]] if kind in places else colour
-            lines.append(svg_charts.Line(name, _points(series, field, factor), shade, style))
-    return lines
-
-
-def _points(series, field, factor=1):
-    values = getattr(series, field) * factor
-    return list(zip(series.iteration.tolist(), values.tolist(), strict=True))
-
-
-def _metric_points(validation, metric):
-    return list(
-        zip(validation.iteration.tolist(), validation.metrics[metric].tolist(), strict=True)
-    )
 
 
 def _options(runs, names):

@@ -10,10 +10,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mpidl.report import plots, svg_charts
+from mpidl.report import svg_charts
 from mpidl.report.loop_records import LoopRecords
 from mpidl.report.progress import rows
 from mpidl.report.progress.notebook_records import PREFIX, Recorder, recorder
+from mpidl.report.run_curves import LINES
 
 DRAW_SECONDS = 0.5  # shortest time between two drawings
 CHART_SIZE = 430, 230  # pixels
@@ -32,13 +33,14 @@ class LoopListener:
     def _write(self, record):
         if self._recorder is None:
             self._recorder = recorder()
-            self._recorder.write("start", epochs=0, iterations=0, iteration=0)
-        self._recorder.write(**record)
+            self._recorder.write({"kind": "start", "epochs": 0, "iterations": 0, "iteration": 0})
+        self._recorder.write(record)
 
     def end(self, is_stopped: bool) -> None:
         """Record the end of the loop."""
         if self._recorder is not None:
-            self._recorder.write("state", state="stopped" if is_stopped else "finished")
+            state = "stopped" if is_stopped else "finished"
+            self._recorder.write({"kind": "state", "state": state})
 
 
 class Run:
@@ -79,7 +81,7 @@ class Run:
             if kind == "epoch":  # the mean of an epoch is drawn at the middle of its iterations
                 x, self.epoch_start = (self.epoch_start + x) / 2, x
             for name in ("loss", "accuracy"):
-                if record[name] is not None:
+                if record.get(name) is not None:
                     curve = self.curves.setdefault(f"{kind} {name}", svg_charts.Curve())
                     curve.add(x, record[name])
 
@@ -135,15 +137,9 @@ class Run:
         return f'<div style="{style}">{facts}<div style="{columns}">{drawn}</div></div>'
 
     def _lines(self, name):
-        series = (
-            ("mini-batch", "iteration", plots.TRAINING, "faint"),
-            ("epoch", "epoch", plots.TRAINING, "line"),
-            ("validation", "validation", plots.VALIDATION, "line"),
-            ("returned network", "final_validation", plots.FINAL, "line"),
-        )
         return [
             svg_charts.Line(label, list(self.curves.get(f"{kind} {name}", ())), colour, style)
-            for label, kind, colour, style in series
+            for kind, (label, colour, style) in LINES.items()
         ]
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
@@ -153,7 +149,7 @@ class Run:
 class LiveDisplay:
     """Shows the training runs of a launch in the output of a notebook cell.
 
-    Rank 0 passes the same folder to `record_in`.
+    Rank 0 writes its records to the same folder.
     """
 
     def __init__(self, folder: str) -> None:

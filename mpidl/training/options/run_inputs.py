@@ -3,8 +3,8 @@
 The command line and the table [run] of a TOML file set them; in Python, they are arguments.
 """
 
-from mpidl.data.storage.settings import Settings
 from mpidl.data.transforms.options import PreprocessOptions
+from mpidl.data.urls import Settings
 from mpidl.nn.zoo import NETWORKS
 from mpidl.options.declaration import (
     TEXT,

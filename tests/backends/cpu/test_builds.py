@@ -129,8 +129,7 @@ class FakeWorld:
 def unsettled(monkeypatch):
     """Reset the build that this process has chosen, until the end of the test."""
     monkeypatch.delenv("MPIDL_CPU", raising=False)
-    monkeypatch.setattr(builds, "_running", None)
-    monkeypatch.setattr(builds, "_library", None)
+    monkeypatch.setattr(builds, "_process", builds._Process())
 
 
 def test_ranks_settle_on_the_lowest(unsettled):

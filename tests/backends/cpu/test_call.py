@@ -14,6 +14,7 @@ from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
+from mpidl.backends.shapes import Geometry
 
 pytestmark = needs_kernels
 
@@ -25,8 +26,8 @@ def convolve(channels=32, side=32, size=5):
     x = np.ones((4, channels, side, side, 16), np.float32)
     weight = np.ones((channels, channels, size, size), np.float32)
     pad = size // 2
-    geometry = UNIT, ((pad, pad), (pad, pad)), UNIT, 1
-    return cpu.conv2d(x, weight, np.zeros(channels, np.float32), *geometry)
+    geometry = Geometry(UNIT, ((pad, pad), (pad, pad)))
+    return cpu.conv2d(x, weight, np.zeros(channels, np.float32), geometry)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +93,7 @@ def test_the_hook_is_called_within_a_block(policy, monkeypatch):
     x = np.ones((1, 96, 28, 28, 16), np.float32)
     weight = np.ones((96, 96, 3, 3), np.float32)
     builds.watch(lambda: calls.append(1))
-    cpu.conv2d(x, weight, np.zeros(96, np.float32), UNIT, (UNIT, UNIT), UNIT, 1)
+    cpu.conv2d(x, weight, np.zeros(96, np.float32), Geometry(UNIT, (UNIT, UNIT)))
     assert len(calls) >= 4
 
 
@@ -209,11 +210,11 @@ def test_refused_scratch_memory_raises_memory_error(functions):
 def test_a_stride_may_be_larger_than_the_image():
     x = np.arange(4 * 16, dtype=np.float32).reshape(1, 1, 2, 2, 16)
     weight = np.full((1, 1, 1, 1), 2, np.float32)
-    geometry = (7000, 7000), ((0, 0), (0, 0)), UNIT, 1
-    y = cpu.conv2d(x, weight, np.zeros(1, np.float32), *geometry)
+    geometry = Geometry((7000, 7000), ((0, 0), (0, 0)))
+    y = cpu.conv2d(x, weight, np.zeros(1, np.float32), geometry)
     assert (y == 2 * x[:, :, :1, :1]).all()
     batch = dl.share(16, dl.OneRank())
-    arguments = y, x, weight, *geometry, batch.counts(), batch.tree, (True, True, True)
+    arguments = y, x, weight, geometry, batch.counts(), batch.tree, (True, True, True)
     gradients, expected = (backend.conv2d_backward(*arguments) for backend in (cpu, reference))
     assert (gradients[0] == expected[0]).all()
 
@@ -224,7 +225,7 @@ def test_images_that_are_too_large_are_refused():
     )
     with pytest.raises(ValueError, match="too large"):
         cpu.conv2d.__globals__["plan"](
-            huge, np.zeros((1, 64, 3, 3), np.float32), UNIT, (UNIT, UNIT), UNIT, 1
+            huge, np.zeros((1, 64, 3, 3), np.float32), Geometry(UNIT, (UNIT, UNIT))
         )
 
 
@@ -234,10 +235,10 @@ def test_gradients_that_dilation_makes_too_large_are_refused():
         np.zeros(1, np.float32), (1, 1, 1001, 1001, 16), (0,) * 5
     )
     plan = cpu.conv2d.__globals__["plan"]
-    geometry = UNIT, ((0, 0), (0, 0)), (1000, 1000), 1
+    geometry = Geometry(UNIT, ((0, 0), (0, 0)), (1000, 1000))
     with pytest.raises(ValueError, match="found 140140035"):
-        plan(image, np.zeros((35, 1, 2, 2), np.float32), *geometry)
-    assert plan(image, np.zeros((30, 1, 2, 2), np.float32), *geometry)[1] == (30, 1, 1)
+        plan(image, np.zeros((35, 1, 2, 2), np.float32), geometry)
+    assert plan(image, np.zeros((30, 1, 2, 2), np.float32), geometry)[1] == (30, 1, 1)
 
 
 def test_a_parameter_may_be_a_single_number():

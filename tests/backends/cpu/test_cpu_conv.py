@@ -33,8 +33,7 @@ def test_nan_passes_convolutions_and_relu():
     source.x[0, 0, 0, 0, 3] = np.nan
     assert np.isnan(cpu.activation(source)[0, 0, 0, 0, 3])
     assert np.isnan(cpu.relu(source.x)[0, 0, 0, 0, 3])
-    geometry = (values[name] for name in ("stride", "padding", "dilation", "groups"))
-    y = cpu.conv2d(source, values["weight"], values["bias"], *geometry)
+    y = cpu.conv2d(source, values["weight"], values["bias"], values["geometry"])
     assert np.isnan(y[0, :, 0, 0, 3]).all() and np.isfinite(y[1:]).all()
 
 

@@ -14,6 +14,7 @@ from single_rank import numbers
 from mpidl.backends import CPU as cpu
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
+from mpidl.backends.shapes import Geometry
 from mpidl.core.blocks import LANES
 
 ROOT = Path(__file__).parents[3]
@@ -169,7 +170,7 @@ def test_forward_errors_are_similar_to_the_errors_of_direct_sums(inputs, monkeyp
     errors = {}
     for policy in ("auto", "off", "fast"):
         monkeypatch.setattr(settings, "winograd", policy)
-        (y,) = cpu.conv2d(x[None], w, bias, (1, 1), ((1, 1), (1, 1)), (1, 1), 1)
+        (y,) = cpu.conv2d(x[None], w, bias, Geometry((1, 1), ((1, 1), (1, 1))))
         errors[policy] = relative(y, expected)
     print({policy: f"{error / errors['off']:.2f}" for policy, error in errors.items()})
     assert errors["auto"] < 1.5 * errors["off"]

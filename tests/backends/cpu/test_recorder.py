@@ -9,6 +9,7 @@ from mpidl.backends.cpu.arenas import address_of
 from mpidl.backends.cpu.optimizer import step_number
 from mpidl.backends.cpu.planned_arena import PLANNED
 from mpidl.backends.cpu.recorder import Recorder
+from mpidl.core.fold import Partial, Term, Tree, add
 
 pytestmark = needs_kernels
 
@@ -103,6 +104,29 @@ def test_numbers_have_names_only_while_a_step_is_recorded(owned):
     with Recorder([owned]).recording():
         rate, epoch = step_number("rate", 0.5), step_number("epoch", 3)
     assert (rate, rate.name, epoch, epoch.name) == (0.5, "rate", 3, "epoch")
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_replays_compute_the_total_of_a_sum(shape, dtype):
+    """The total has the bytes of `Partial.finish`, for new values of its roots and its addend."""
+    root, penalty = np.zeros(shape, dtype), np.full(shape, 0.5, dtype)
+    term = Term(Tree(1, ((0, 1),), 0), [root], add, root.dtype)
+    p = Partial([term], None, shape, dtype)
+    for value in (p, p * 0.3, p / 7 + p, p * 0.3 + penalty, (p * 0.3).astype("f8")):
+        recorder = Recorder([root, penalty])
+        if value.addend is not None:
+            value.addend = penalty
+        roots = [root] * len(value.terms)
+        with recorder.recording():
+            recorder.output(recorder.total(value, roots))
+        program = recorder.finish()
+        assert recorder.problem is None
+        for number in (0.1, -1 / 3, 1e20):
+            root[...], penalty[...] = number, number / 2
+            (total,) = map(np.asarray, program.results())
+            assert total.dtype == value.dtype and total.shape == shape
+            assert total.tobytes() == value.finish(roots).tobytes()
 
 
 def test_nothing_is_recorded_after_an_error(owned):

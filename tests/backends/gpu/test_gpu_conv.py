@@ -5,13 +5,14 @@ tests/backends/test_conformance.py compares the results for all shapes with floa
 
 import numpy as np
 import pytest
-from cases import CONVOLUTIONS, GEOMETRY
+from cases import CONVOLUTIONS
 from conformance import LAST, arguments, expected, results, share
 from test_conformance import BY_NAME
 
 from mpidl.backends import settings
 from mpidl.backends.gpu import array, conv, conv_direct, launching
 from mpidl.backends.gpu.backend import GPU
+from mpidl.backends.shapes import Geometry
 from mpidl.core.blocks import LANES
 from mpidl.core.fold import Tree
 
@@ -35,16 +36,16 @@ class Layer:
         values |= arguments(BY_NAME[f"conv2d_backward, {label}"], GPU, share(blocks))
         names = "x", "weight", "bias", "dy", "counts", "tree"
         self.x, self.weight, self.bias, self.dy, self.counts, self.tree = map(values.get, names)
-        self.geometry = [values[name] for name in GEOMETRY]
+        self.geometry = values["geometry"]
 
     def forward(self, weight=None):
         weight = self.weight if weight is None else weight
-        return conv.conv2d(self.x, weight, self.bias, *self.geometry)
+        return conv.conv2d(self.x, weight, self.bias, self.geometry)
 
     def backward(self, weight=None, needs=NEEDS_DX):
         weight = self.weight if weight is None else weight
         return conv.conv2d_backward(
-            self.dy, self.x, weight, *self.geometry, self.counts, self.tree, needs
+            self.dy, self.x, weight, self.geometry, self.counts, self.tree, needs
         )
 
     def leaves(self):
@@ -111,7 +112,7 @@ def test_tile_size_does_not_change_a_byte(emulated, monkeypatch, label):
 
 def tiles_of(layer, processors):
     """Yield the tiles of the forward pass and of the gradient of the input."""
-    shape = conv.shape_of(layer.x.dims[1:-1], layer.weight.dims, *layer.geometry)
+    shape = conv.shape_of(layer.x.dims[1:-1], layer.weight.dims, layer.geometry)
     images = len(layer.x) * LANES
     for product in (shape, shape.turned()):
         yield conv.gemm_tile(product, images * product.out_height * product.out_width, processors)
@@ -125,7 +126,7 @@ def test_kernels_compiled_for_one_shape_give_the_same_bytes(emulated, label):
         generic = layer.products()
         device.specialize = True
         assert layer.products() == generic
-        assert any("CONV_SHAPE" in dict(unit.defines) for unit in launching._loaded)
+        assert any("CONV_SHAPE" in dict(unit.defines) for unit in launching._process.loaded)
 
 
 def test_unaligned_weights_give_the_same_bytes(device):
@@ -196,6 +197,6 @@ def test_leaf_size_depends_on_the_mini_batch_not_on_the_share(device, monkeypatc
 
 
 def test_too_large_layers_are_refused():
-    geometry = (1, 1), ((0, 0), (0, 0)), (1, 1), 1
+    geometry = Geometry((1, 1), ((0, 0), (0, 0)))
     with pytest.raises(ValueError, match="too large"):
-        conv_direct._geometry((1 << 11, 1 << 10, 1 << 10), (1, 1 << 11, 1, 1), *geometry)
+        conv_direct._sizes((1 << 11, 1 << 10, 1 << 10), (1, 1 << 11, 1, 1), geometry)

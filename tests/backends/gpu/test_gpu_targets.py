@@ -276,6 +276,7 @@ def test_several_labels(world, loss):
     [
         (3, dl.Dice(ignore_label=255, cross_entropy=dl.CrossEntropy(ignore_label=255))),
         (1, dl.Dice()),
+        (3, dl.Tversky(ignore_label=255, alpha=0.2)),
         (3, dl.Dice([0, 1, 2], generalized=True)),
     ],
 )

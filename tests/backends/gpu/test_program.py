@@ -85,16 +85,14 @@ def test_a_plan_of_different_sizes_is_near_the_lower_bound(device):
 
 
 def test_a_carried_value_is_read_by_the_next_step(device):
-    total, addresses = plain(np.array([5.0])), []
+    total = plain(np.array([5.0]))
 
     def step(recorder):
-        new = copy(total)  # reads the old value and overwrites it
+        new = copy(total)
         recorder.store(new, total)
-        addresses.append(new)
         return new
 
     recorded, _ = record(device, step)
-    assert addresses[0].address == total.address
     launching.upload(total, np.array([6.0]))
     assert run(recorded) == 6
 
@@ -109,7 +107,7 @@ def test_an_old_value_is_not_overwritten_before_its_last_read(device):
         return old
 
     recorded, recorder = record(device, step)
-    assert [type(s).__name__ for s in recorder.steps].count("Copy") == 1
+    assert sum(step.launch is None for step in recorder.steps) == 1  # a copy
     assert [run(recorded, rate=i) for i in (1, 2, 3)] == [5, 1, 2]
 
 
@@ -133,8 +131,8 @@ def test_exchanges_split_a_program_into_segments(device):
         return copy(root.part(1, (1,)))
 
     recorded, _ = record(device, step)
-    kinds = [[type(s).__name__ for s in segment] for segment in recorded.segments]
-    assert kinds == [["Kernel"], ["Exchange"], ["Kernel", "Kernel"]]
+    are_kernels = [[s.launch is not None for s in segment] for segment in recorded.segments]
+    assert are_kernels == [[True], [False], [True, True]]
     assert [graph is None for graph in recorded.graphs] == [False, True, False]
     for base in (1.0, 10.0):
         nodes = base * np.arange(6)

@@ -9,6 +9,7 @@ from emulator import EmulatedDevice
 from mpidl.backends import settings
 from mpidl.backends.gpu import activation, array, conv, kernels, launching, optimizer, pool
 from mpidl.backends.reference.activation import FUNCTIONS
+from mpidl.backends.shapes import Geometry
 from mpidl.core import fold
 from mpidl.core.blocks import LANES
 
@@ -88,12 +89,13 @@ def units(architecture):
     return [kernels.Unit(family) for family in never_loaded] + list(device.units)
 
 
-def _convolve(blocks, image, filters, *geometry):
+def _convolve(blocks, image, filters, *numbers):
+    geometry = Geometry(*numbers)
     tree = fold.Tree(blocks, ((0, blocks),), 0)
     x = array.empty_lanes((blocks, *image, LANES))
     weight = array.filters(np.zeros(filters, np.float32))
-    y = conv.conv2d(x, weight, None, *geometry)
-    conv.conv2d_backward(y, x, weight, *geometry, None, tree, (True, False, False))
+    y = conv.conv2d(x, weight, None, geometry)
+    conv.conv2d_backward(y, x, weight, geometry, None, tree, (True, False, False))
     conv.leaves_of(y, x, weight, geometry, tree)
 
 

@@ -171,8 +171,8 @@ def small(monkeypatch):
 def test_two_jobs_at_once(small, tmp_path, monkeypatch):
     # Both jobs find no folder and draw the digits. Then both rename their folder.
     both_drawn = threading.Barrier(2)
-    rename = module._rename
-    monkeypatch.setattr(module, "_rename", lambda *paths: (both_drawn.wait(), rename(*paths)))
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda *paths: (both_drawn.wait(), rename(*paths)))
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(module.digits, cache=tmp_path) for _ in range(2)]
         assert [len(job.result()) for job in jobs] == [20, 20]

@@ -90,7 +90,7 @@ def test_damaged_files_and_wrong_labels(tmp_path):
     write_idx(images, np.zeros((0, 4, 4), np.uint8))
     assert refusal(idx_folder, tmp_path).startswith(f"{images}: expected images, found none")
     write_idx(images, np.zeros(5, np.uint8))
-    assert "expected uint8 images in 3 dimensions" in refusal(idx_folder, tmp_path)
+    assert "expected (n, C, H, W) or (n, H, W), found (5,)" in refusal(idx_folder, tmp_path)
     assert refusal(read_idx, tmp_path / "no") == f"{tmp_path}/no: no such file"
     packed = write_idx(tmp_path / "x.gz", pixels_of(0, 50, 4, 4))
     content = packed.read_bytes()

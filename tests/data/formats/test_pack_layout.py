@@ -22,8 +22,7 @@ from mpidl.data import (
     open_data,
     preprocessed,
 )
-from mpidl.data.formats import pack_contents, packing
-from mpidl.data.storage import file_set
+from mpidl.data.formats import file_set, pack_contents, packing
 
 
 def photographs(folder, count=9, shape=(3, 40, 32), suffix="jpg"):

@@ -268,7 +268,7 @@ def test_other_errors(tmp_path, write):
     text = refusal(ImageTable, path, classes=["x", "z"])
     assert text == f"{path}, line 1: expected columns of the classes x, z, found x, y"
     text = refusal(ImageTable, path, part="tests")
-    assert text == f"{path}: part must be one of train, validation, test, got tests"
+    assert text == f'{path}: part must be "train" or "validation" or "test", got \'tests\''
     assert refusal(ImageTable, tmp_path / "no.csv") == f"{tmp_path}/no.csv: no such file"
     (tmp_path / "photos" / "01.png").write_bytes(b"x")
     store = ImageTable(path)

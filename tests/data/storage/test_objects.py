@@ -22,9 +22,10 @@ from mpidl.data import (
     open_validation_data,
     pack,
 )
+from mpidl.data.paths import stamp_of
 from mpidl.data.storage import disk_cache, objects, settings
-from mpidl.data.storage.paths import stamp_of
 from mpidl.data.storage.store import Store
+from mpidl.data.urls import check_url
 
 
 @pytest.fixture(autouse=True)
@@ -241,7 +242,7 @@ def test_cache_dir_keeps_objects_by_version(put, reads, tmp_path, capsys):
     assert files[0].read_bytes() == damaged  # the copy has been written again
     disk_cache.write(str(tmp_path / "photos" / "cat" / "0.png" / "no folder"), b"")
     assert "this rank caches no more objects" in capsys.readouterr().err
-    disk_cache._is_full = False
+    settings.ACCESS.cache_is_full = False
 
 
 def test_large_objects_are_brought_over_once(put, reads, tmp_path, monkeypatch):
@@ -297,7 +298,7 @@ def test_credentials_in_urls_are_refused():
     text = refusal(configure_storage, endpoint_url="http://user:topsecret@host")
     assert "topsecret" not in text and text.startswith("--endpoint-url http://host: expected")
     for url in ("s3://bucket/a:b@c", "http://host:80/a@b", "http://[::1]:80/a@b", "s3://arn:x/a@b"):
-        settings.check_url(url, "--data")
+        check_url(url, "--data")
     assert refusal(open_data, "s3://") == "--data s3://: expected a URL such as s3://bucket/prefix"
 
 

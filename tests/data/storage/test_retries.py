@@ -11,9 +11,9 @@ import pytest
 from image_sets import grow, pixels_of, refusal
 from object_store import LoopbackServer, QuietHandler
 
-from mpidl.data import ArrayDatastore, HDF5Datastore, ImageFolder, configure_storage, pack
+from mpidl.data import ArrayDatastore, HDF5Datastore, ImageFolder, configure_storage, pack, paths
 from mpidl.data.formats.packed import PackedDatastore
-from mpidl.data.storage import paths, retries
+from mpidl.data.storage import retries
 from mpidl.errors import StorageFault
 
 
@@ -71,9 +71,10 @@ import asyncio, atexit, sys, time
 atexit.register(lambda: print(len(asyncio.all_tasks(store.fs.loop))))  # runs last
 
 from mpidl.data.storage import objects
+from mpidl.data.storage.store import store_of
 from mpidl.files import Stamp
 
-store = objects.store_of(sys.argv[1])
+store = store_of(sys.argv[1])
 requests = [objects.request(sys.argv[1], Stamp(1 << 20, 0)) for _ in range(200)]
 time.sleep(0.2)
 """

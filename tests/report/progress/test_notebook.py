@@ -11,6 +11,8 @@ import mpidl as dl
 from mpidl.report import Console
 from mpidl.report.progress import notebook, notebook_records
 
+START = {"kind": "start", "epochs": 20, "iterations": 1000, "iteration": 0}
+
 
 @pytest.fixture
 def displays(monkeypatch):
@@ -40,9 +42,9 @@ def displays(monkeypatch):
 @pytest.fixture
 def recorded(tmp_path):
     """Make this test's training runs record their progress in a folder. Return the folder."""
-    notebook_records.record_in(str(tmp_path))
+    notebook_records.launch.folder = str(tmp_path)
     yield tmp_path
-    notebook_records.record_in(None)
+    notebook_records.launch.folder = None
 
 
 def elements(html, kind):
@@ -97,7 +99,7 @@ def test_each_training_has_a_display(recorded, displays, world):
 
 def test_a_training_that_runs_or_is_killed(recorded, displays):
     """An incomplete line is read once it is complete, and the last update stops the clock."""
-    notebook_records.recorder().write("start", epochs=20, iterations=1000, iteration=0)
+    notebook_records.recorder().write(START)
     (path,) = recorded.iterdir()
     display = notebook.LiveDisplay(str(recorded))
     display.update()
@@ -117,10 +119,10 @@ def test_a_training_that_runs_or_is_killed(recorded, displays):
 
 def test_the_last_update_reads_the_end(recorded, displays):
     recorder = notebook_records.recorder()
-    recorder.write("start", epochs=20, iterations=1000, iteration=0)
+    recorder.write(START)
     display = notebook.LiveDisplay(str(recorded))
     display.update()
-    recorder.write("state", state="finished")
+    recorder.write({"kind": "state", "state": "finished"})
     display.update(is_last=True)
     assert displays[0][1][-1].endswith("elapsed, finished")
 

@@ -30,8 +30,10 @@ class RemoteRows:
         self._row_bytes = int(np.prod(stored.shape[1:])) * stored.dtype.itemsize
         if self._offset is not None:
             self._fetches = stream.file.read_ahead(self._places(indices), self._row_bytes)
-        elif stored.chunks and not stream.file.is_copied:
-            stream.give(stream.file.read_spans(self._chunks(indices)))
+        elif stored.chunks and (chunks := self._chunks(indices)):
+            fetches = stream.file.read_ahead(*np.array(chunks).T)
+            parts = {fetch.span.start: fetch for fetch in fetches}  # close chunks share a request
+            stream.give([(start, fetch.result()) for start, fetch in parts.items()])
 
     def take(self, members: np.ndarray) -> np.ndarray:
         """Return the rows with the given ascending indices, like ``stored[members]``."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
-from mpidl.data.storage import objects
-from mpidl.data.storage.settings import check_url, is_remote
+from mpidl.data.urls import check_url, is_remote
 from mpidl.errors import StorageFault, UserError
 from mpidl.files import Stamp, check_regular, open_regular, stamp, unreadable
 from mpidl.text import printable
@@ -47,7 +46,9 @@ class Listing:
     def find(self, url: str) -> tuple[Stamp | None, dict[str, Stamp | None] | None]:
         """Return (Stamp of the object, content of the folder) at a URL. Either may be None."""
         if self._folders is None:
-            self._folders = self._tree(objects.store_of(self.url).listing(self.url))
+            from mpidl.data.storage.store import store_of
+
+            self._folders = self._tree(store_of(self.url).listing(self.url))
         relative = url[len(self.url) + 1 :]
         content = self._folders.get(relative)
         if not relative:
@@ -133,11 +134,13 @@ def stamp_of(path: str) -> Stamp:
     if not is_remote(path):
         check_regular(status := os.stat(path))
         return stamp(status)
+    from mpidl.data.storage.store import store_of
+
     listing = _listing_of(path)
-    stamp_found = objects.store_of(path).stamp(path) if listing is None else listing.find(path)[0]
-    if stamp_found is None:
+    now = store_of(path).stamp(path) if listing is None else listing.find(path)[0]
+    if now is None:
         raise unreadable(path, FileNotFoundError())
-    return stamp_found
+    return now
 
 
 @contextlib.contextmanager
@@ -161,12 +164,13 @@ def open_binary(path: str) -> BinaryIO:
 
 def read_whole(url: str) -> bytes:
     """Return all bytes of an object. Inside `listed`, each object is read only once."""
+    from mpidl.data.storage.objects import request
+
     listing = _listing_of(url)
-    if listing is None:
-        return objects.request(url, stamp_of(url)).result()
-    if url not in listing.contents:
-        listing.contents[url] = objects.request(url, stamp_of(url)).result()
-    return listing.contents[url]
+    contents = {} if listing is None else listing.contents
+    if url not in contents:
+        contents[url] = request(url, stamp_of(url)).result()
+    return contents[url]
 
 
 def head(path: str, count: int) -> bytes:
@@ -175,9 +179,21 @@ def head(path: str, count: int) -> bytes:
         with open_binary(path) as file:
             return file.read(count)
     now = stamp_of(path)
-    if not now.size:
-        return b""
-    return objects.Fetch(objects.Span(path, now, 0, min(count, now.size))).result()
+    return next(heads([path], [now], min(count, now.size))) if now.size else b""
+
+
+def heads(paths: Sequence[str], stamps: Sequence[Stamp], count: int) -> Iterator[bytes]:
+    """Yield the first `count` bytes of files, or of objects, which are requested at once."""
+    if not is_remote(paths[0]):
+        for path in paths:
+            with reading(path):
+                yield head(path, count)
+        return
+    from mpidl.data.storage.objects import Fetch, Span
+
+    spans = [Span(path, now, 0, count) for path, now in zip(paths, stamps, strict=True)]
+    for fetch in [Fetch(span) for span in spans]:
+        yield fetch.result()
 
 
 def check_remote(url: str, option: str | None = None) -> None:

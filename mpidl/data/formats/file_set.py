@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidl.data.storage.objects import Fetch, RemoteFile, open_raw
+from mpidl.data.urls import is_remote
 from mpidl.files import RawFile, Stamp
 
+if TYPE_CHECKING:
+    from mpidl.data.storage.objects import Fetch, RemoteFile
+
 MAX_OPEN = 256  # with more files, each call opens and closes the files that it needs
+
+
+def open_raw(path: str, stamp: Stamp) -> RawFile | RemoteFile:
+    """Open a local file or an object for reading by byte offset."""
+    if not is_remote(path):
+        return RawFile(path, stamp)
+    from mpidl.data.storage.objects import remote_file
+
+    return remote_file(path, stamp)
 
 
 class FileSet:
@@ -24,7 +37,7 @@ class FileSet:
     @property
     def is_remote(self) -> bool:
         """Whether the files are objects in a store."""
-        return isinstance(self._files[0], RemoteFile)
+        return not isinstance(self._files[0], RawFile)
 
     def _opened(self, number):
         """Check a file and return it."""
