@@ -44,26 +44,17 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         If an argument is invalid.
     """
     parsed = _parser(quiet).parse(argv)
-    preprocess = Preprocess.of_options(vars(parsed))
+    parsed.preprocess = Preprocess.of_options(vars(parsed))
     shapes_file = parsed.shards or parsed.shard_mb or parsed.images != "decoded"
-    if parsed.verify and (parsed.target or preprocess or shapes_file):
+    if parsed.verify and (parsed.target or parsed.preprocess or shapes_file):
         raise UserError("--verify: expected only a packed file")
     if not parsed.verify and parsed.target is None:
         raise UserError("DST.h5: expected the file to write, found none")
     check_url(parsed.source, "SRC")
     refuse_remote(parsed.target, "DST.h5", "a file")
-    storage = {name: v for name, v in vars(parsed).items() if name in arguments.STORAGE}
-    return argparse.Namespace(
-        storage=storage,
-        source=parsed.source,
-        target=parsed.target,
-        images=parsed.images,
-        shards=parsed.shards,
-        shard_mb=parsed.shard_mb,
-        preprocess=preprocess,
-        threads=parsed.threads or len(os.sched_getaffinity(0)),
-        verify=parsed.verify,
-    )
+    parsed.threads = parsed.threads or len(os.sched_getaffinity(0))
+    parsed.storage = {name: v for name, v in vars(parsed).items() if name in arguments.STORAGE}
+    return parsed
 
 
 def _parser(quiet):

@@ -158,7 +158,8 @@ def images_below(
             elif entry.name.lower().endswith(SUFFIXES):
                 try:
                     now = entry.stamp if isinstance(entry, Entry) else stamp(entry.stat())
-                    yield relative, now
+                    if now is not None:  # only folders of a store have none
+                        yield relative, now
                 except FileNotFoundError:
                     raise UserError(f"{printable(entry.path)}: a link to a missing file") from None
     except OSError as e:

@@ -67,7 +67,7 @@ class Helper:
     """The helper process, which is started at the first question and whenever it has ended."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen | None = None
+        self.process: Any = None  # a subprocess.Popen
         self.owner = -1  # ID of the process that started it; a forked child starts another one
 
     def ask(self, path: str, stream: Any = None) -> str | None:
@@ -110,7 +110,7 @@ class Helper:
                 return None
         return None
 
-    def started(self) -> subprocess.Popen:
+    def started(self) -> Any:
         """Return the running helper process. Raise OSError if it cannot be started."""
         from mpidl import side_process  # a local import, because the helper must not import mpidl
 

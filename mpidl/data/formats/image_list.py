@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -52,7 +52,44 @@ class Listing(NamedTuple):
     problem: str | None
 
 
-class ImageList(Datastore):
+class EncodedImages(Datastore):
+    """The base class of datastores that decode images when they read them.
+
+    Attributes
+    ----------
+    conversion : Preprocess
+        Conversion to apply to the images while they are decoded.
+    is_encoded : bool
+        Whether images are decoded at all.
+    """
+
+    conversion = AS_IT_IS
+    is_encoded = True
+
+    def preprocessed(self, preprocess: Preprocess) -> Datastore:
+        """Return a datastore of the same images that applies a `Preprocess` during decoding.
+
+        The encoded images may then differ in size (see `mpidl.data.preprocessed`).
+
+        Parameters
+        ----------
+        preprocess : Preprocess
+            The conversion.
+
+        Returns
+        -------
+        Datastore
+            A datastore of the same images.
+        """
+        if not self.is_encoded or self.preprocess is not None:
+            return Preprocessed(self, preprocess)
+        store = copy.copy(self)
+        store.conversion = store.preprocess = preprocess
+        store.image_shape = preprocess.image_shape(self.image_shape)
+        return store
+
+
+class ImageList(EncodedImages):
     """A datastore of image files, which a subclass lists.
 
     Attributes
@@ -105,7 +142,7 @@ class ImageList(Datastore):
     def read(self, indices: Indices) -> np.ndarray:
         # Use memory from the arena: clearing new pages would add a fifth to the decoding time.
         images = arenas.to_read((len(indices), *self.image_shape), np.uint8)
-        fetches = self.read_ahead(indices) or [None] * len(indices)
+        fetches: Sequence[Fetch | None] = self.read_ahead(indices) or [None] * len(indices)
         for image, i, fetch in zip(images, indices, fetches, strict=True):
             path = os.path.join(self.folder, self.files[i])
             content = None if fetch is None else fetch.result()
@@ -136,10 +173,11 @@ class ImageList(Datastore):
             return None
         from mpidl.data.storage.objects import request
 
-        def request_file(i):
-            return request(os.path.join(self.folder, self.files[i]), self._stamp(i))
+        def request_files(indices):
+            paths = {i: os.path.join(self.folder, self.files[i]) for i in indices}
+            return {i: request(path, self._stamp(i)) for i, path in paths.items()}
 
-        return self._pending.start(map(int, indices), request_file)
+        return self._pending.start(map(int, indices), request_files)
 
     def encoded_sizes(self) -> np.ndarray | None:
         return None if self.conversion else self.sizes
@@ -180,28 +218,6 @@ class ImageList(Datastore):
         if isinstance(self._targets, LabelSets):
             return self._targets.labels, self._targets.ends
         return () if self._targets is None else (self._targets,)
-
-    def preprocessed(self, preprocess: Preprocess) -> Datastore:
-        """Return a datastore of the same files that applies a `Preprocess` during decoding.
-
-        The images in the files may then differ in size (see `mpidl.data.preprocessed`).
-
-        Parameters
-        ----------
-        preprocess : Preprocess
-            The conversion.
-
-        Returns
-        -------
-        Datastore
-            A datastore of the same files.
-        """
-        if self.preprocess is not None:
-            return Preprocessed(self, preprocess)
-        store = copy.copy(self)
-        store.conversion = store.preprocess = preprocess
-        store.image_shape = preprocess.image_shape(self.image_shape)
-        return store
 
 
 def shape_error(

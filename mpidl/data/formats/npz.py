@@ -144,14 +144,15 @@ class _Archive:
     """An open archive, which loads an array only if its header agrees with the archive's sizes."""
 
     def __init__(self, path: str, arrays: np.lib.npyio.NpzFile):
-        self.path, self.arrays = path, arrays
+        assert arrays.zip is not None  # until it is closed
+        self.path, self.arrays, self.zip = path, arrays, arrays.zip
 
     def place(self, name: str) -> str:
         """Return the beginning of a message about an array."""
         return f"{printable(self.path)}: {name}"
 
     def __contains__(self, name: str) -> bool:
-        return f"{name}.npy" in self.arrays.zip.namelist()
+        return f"{name}.npy" in self.zip.namelist()
 
     def missing(self, name: str) -> UserError:
         """Return the error that an array is missing."""
@@ -162,13 +163,13 @@ class _Archive:
         """Return the shape and dtype of an array, after comparing them with the archive's sizes."""
         if name not in self:
             raise self.missing(name)
-        source, info = self.place(name), self.arrays.zip.getinfo(f"{name}.npy")
+        source, info = self.place(name), self.zip.getinfo(f"{name}.npy")
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise UserError(
                 f"{source}: expected an array that is stored or deflated, found another "
                 "compression method"
             )
-        with self.arrays.zip.open(info) as member:
+        with self.zip.open(info) as member:
             version = np.lib.format.read_magic(member)
             if version not in HEADER_READERS:
                 raise UserError(f"{source}: expected numbers or strings, found another type")

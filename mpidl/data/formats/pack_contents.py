@@ -268,7 +268,8 @@ def _rows(file, part, sizes):
         starts, kinds = {}, {}
         for name, rows in stored.items():
             offset = rows.id.get_offset()  # None if the dataset is not contiguous
-            expect(offset is not None and len(rows) == (ends[-1] if name == "encoded" else count))
+            length = count if ends is None or name != "encoded" else ends[-1]
+            expect(offset is not None and len(rows) == length)
             starts[name], kinds[name] = np.array([offset]), (rows.shape[1:], rows.dtype)
     edges = np.append(first, count)
     expect(count > 0 and ("images" in kinds) != ("encoded" in kinds))

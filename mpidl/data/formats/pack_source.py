@@ -90,8 +90,6 @@ def shard_count(sources: Mapping[str, Source], shards: int | None, shard_mb: flo
     """Return the number of shards, or 0 if the packed file itself holds the images."""
     if shards is not None and shard_mb is not None:
         raise UserError("--shards and --shard-mb: expected at most one of them")
-    if shards is None and shard_mb is None:
-        return 0
     images = sum(len(source.store) for source in sources.values())
     limit = min(images, MAX_SHARDS)
     if shard_mb is not None:
@@ -99,6 +97,8 @@ def shard_count(sources: Mapping[str, Source], shards: int | None, shard_mb: flo
             raise UserError(f"--shard-mb must be above 0, got {shard_mb}")
         nbytes = sum(source.nbytes for source in sources.values())
         return max(1, min(limit, round(nbytes / (shard_mb * 1e6))))
+    if shards is None:
+        return 0
     if not 1 <= shards <= limit:
         raise UserError(f"--shards {shards}: expected from 1 to {limit} shards of {images} images")
     return int(shards)

@@ -7,28 +7,27 @@ the same folder.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from mpidl.backends.cpu import arenas
-from mpidl.data.datastore import Datastore, Indices, counted
+from mpidl.data.datastore import Indices, counted
 from mpidl.data.formats import hdf5
 from mpidl.data.formats.file_set import FileSet, open_raw
 from mpidl.data.formats.format import World, opened_by
 from mpidl.data.formats.image_files import decode
-from mpidl.data.formats.image_list import shape_error
+from mpidl.data.formats.image_list import EncodedImages, shape_error
 from mpidl.data.formats.pack_contents import checksum, inspect_part, is_packed, parts_of
 from mpidl.data.formats.pack_layout import chunks
-from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, Preprocessed
+from mpidl.data.transforms.preprocess import AS_IT_IS
 from mpidl.errors import UserError
 from mpidl.files import digest, on_rank_0
 from mpidl.text import printable
 
 
-class PackedDatastore(Datastore):
+class PackedDatastore(EncodedImages):
     """A datastore that reads one part of a file written by `python -m mpidl.pack`.
 
     The images, labels and fingerprint equal those of the original set, so training on either set
@@ -75,7 +74,7 @@ class PackedDatastore(Datastore):
         self.preprocess = self.contents.preprocess
         self.conversion = AS_IT_IS  # applied to encoded images during decoding
         self.image_shape = self.contents.image_shape
-        self.is_encoded: bool = "encoded" in self.contents.rows
+        self.is_encoded = "encoded" in self.contents.rows
         if not self.is_encoded:
             self.dtype = self.contents.rows["images"].dtype
         if (targets := self.contents.rows.get("targets")) is not None:
@@ -118,7 +117,7 @@ class PackedDatastore(Datastore):
     def encoded_sizes(self) -> np.ndarray | None:
         if not self.is_encoded or self.preprocess:
             return None
-        return np.diff(self.contents.rows["encoded"].ends, prepend=0)
+        return self.contents.rows["encoded"].spans(np.arange(len(self)))[2]
 
     def read_encoded(self, indices: Indices) -> list[bytes]:
         spans = self.contents.rows["encoded"].spans(np.asarray(indices, np.int64))
@@ -139,10 +138,8 @@ class PackedDatastore(Datastore):
             return super().name(i)
         start, ends = self.contents.names
         first = int(ends[i - 1]) if i else 0
-        text = bytearray(int(ends[i]) - first)
         self._index.check()
-        self._index.read_into(text, start + first)
-        return printable(bytes(text))
+        return printable(self._index.read_range(start + first, int(ends[i]) - first))
 
     def located(self, i: int) -> str:
         return f"{printable(self.path)}: {self.name(i)}"
@@ -167,29 +164,6 @@ class PackedDatastore(Datastore):
             original set.
         """
         return self.contents.files_fingerprint
-
-    def preprocessed(self, preprocess: Preprocess) -> Datastore:
-        """Return a datastore of the same images that applies a `Preprocess`.
-
-        If the set holds the contents of image files, the images are converted during decoding, and
-        may differ in size (see `mpidl.data.preprocessed`).
-
-        Parameters
-        ----------
-        preprocess : Preprocess
-            The conversion.
-
-        Returns
-        -------
-        Datastore
-            A datastore of the same images.
-        """
-        if not self.is_encoded or self.preprocess is not None:
-            return Preprocessed(self, preprocess)
-        store = copy.copy(self)
-        store.conversion = store.preprocess = preprocess
-        store.image_shape = preprocess.image_shape(self.image_shape)
-        return store
 
     def verify(self, progress: Callable[[int], object] | None = None) -> None:
         """Compare all images and targets with their checksums.

@@ -36,8 +36,9 @@ def split_files(formats: tuple[Format, ...]) -> Format:
         for name in sorted(entry.name for entry in scan(folder)):
             stem, suffix = os.path.splitext(name)
             path, part = os.path.join(folder, name), PART_NAMES.get(stem.lower())
-            is_part = part is not None and suffix in suffixes and is_file(path)
-            if is_part and paths.setdefault(part, path) != path:
+            if part is None or suffix not in suffixes or not is_file(path):
+                continue
+            if paths.setdefault(part, path) != path:
                 repeated.append((paths[part], path))
         if repeated and "train" in paths:
             first, second = (printable(os.path.basename(path)) for path in repeated[0])

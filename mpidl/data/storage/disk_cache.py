@@ -61,7 +61,7 @@ def write(path: str, content: bytes) -> None:
     except OSError as error:
         settings.ACCESS.cache_is_full = True
         print(
-            f"mpidl: warning: --cache-dir {printable(settings.current().cache_dir)}: "
+            f"mpidl: warning: --cache-dir {printable(settings.current().cache_dir or '')}: "
             f"{error.strerror or error}: this rank caches no more objects",
             file=sys.stderr,
             flush=True,
@@ -88,7 +88,7 @@ def bring_over(path: str, size: int, copy: Callable[[int], None]) -> None:
                     os.fsync(file.fileno())
     except OSError as error:
         raise UserError(
-            f"--cache-dir {printable(settings.current().cache_dir)}: cannot be written: "
+            f"--cache-dir {printable(settings.current().cache_dir or '')}: cannot be written: "
             f"{error.strerror or error}"
         ) from None
 

@@ -85,10 +85,11 @@ class Fetch:
         Raises UserError if the object is missing, cannot be read, or has changed. Raises
         StorageFault if the store does not answer in time.
         """
-        if self._future is None:
+        if self._future is None and self._path is not None:
             content = disk_cache.read(self._path, self.span.stamp.size)
             if content is not None:
                 return content
+        if self._future is None:
             self._future = self._request()  # the file in the cache is damaged
         return self._future.result()
 
@@ -125,24 +126,17 @@ class ReadAhead:
     def __init__(self) -> None:
         self._fetches: weakref.WeakValueDictionary[Hashable, Fetch] = weakref.WeakValueDictionary()
 
-    def missing(self, keys: Iterable[Any]) -> set[Any]:
-        """Return the keys without an active request."""
-        return {key for key in keys if self._pending(key) is None}
-
-    def _pending(self, key):
-        """Return the request of a key, or None if it does not exist or has failed."""
-        fetch = self._fetches.get(key)
-        return None if fetch is None or fetch.has_failed() else fetch
-
-    def start(self, keys: Iterable[Hashable], request: Callable[[Any], Fetch]) -> list[Fetch]:
-        """Return one Fetch per key: the active Fetch, or the result of ``request(key)``."""
-        fetches = []
-        for key in keys:
-            fetch = self._pending(key)
-            if fetch is None:
-                fetch = self._fetches[key] = request(key)
-            fetches.append(fetch)
-        return fetches
+    def start(
+        self, keys: Iterable[Hashable], request: Callable[[list[Any]], dict[Any, Fetch]]
+    ) -> list[Fetch]:
+        """Return one Fetch per key. ``request(keys)`` returns them for keys without a request."""
+        keys = list(keys)
+        fetches = {key: fetch for key in keys if (fetch := self._fetches.get(key)) is not None}
+        fetches = {key: fetch for key, fetch in fetches.items() if not fetch.has_failed()}
+        fresh = request([key for key in keys if key not in fetches])
+        self._fetches.update(fresh)
+        fetches.update(fresh)
+        return [fetches[key] for key in keys]
 
 
 class RemoteFile:
@@ -206,12 +200,12 @@ class RemoteFile:
         """Return one Fetch per offset. Offsets that are close together share a Fetch."""
         sizes = np.broadcast_to(nbytes, np.shape(offsets))
         ranges = list(zip(np.asarray(offsets).tolist(), sizes.tolist(), strict=True))
-        fresh: dict[tuple[int, int], Fetch] = {}
-        for start, stop, members in _joined(sorted(self._pending.missing(ranges))):
-            fresh.update(dict.fromkeys(members, Fetch(self._span(start, stop))))
 
-        def request(key):
-            return fresh.get(key) or Fetch(self._span(key[0], sum(key)))
+        def request(keys):
+            fetches: dict[tuple[int, int], Fetch] = {}
+            for start, stop, members in _joined(sorted(keys)):
+                fetches.update(dict.fromkeys(members, Fetch(self._span(start, stop))))
+            return fetches
 
         return self._pending.start(ranges, request)
 
@@ -231,10 +225,6 @@ class RemoteFile:
         flat = rows.reshape(len(rows), -1).view(np.uint8)
         for row, offset, fetch in zip(flat, offsets, self._start(offsets, nbytes), strict=True):
             row[:] = np.frombuffer(fetch.result(), np.uint8, nbytes, int(offset) - fetch.span.start)
-
-    def read_into(self, buffer: Any, offset: int) -> None:
-        """Fill a writable buffer with the bytes starting at `offset`."""
-        self.read_rows(np.frombuffer(buffer, np.uint8)[None], np.array([offset]))
 
 
 def _joined(ranges):
@@ -298,16 +288,13 @@ class ByteStream(io.RawIOBase):
         else:
             for offset in range(start - start % BLOCK, stop, BLOCK):
                 first, last = max(offset, start), min(offset + BLOCK, stop)
-                view[first - start : last - start] = self._block(offset)[
-                    first - offset : last - offset
-                ]
+                block = self._block(offset)
+                view[first - start : last - start] = block[first - offset : last - offset]
         self.position = max(start, stop)
         return max(0, stop - start)
 
     def _read_block(self, offset):
-        content = np.empty((1, min(BLOCK, self.file.expected.size - offset)), np.uint8)
-        self.file.read_rows(content, np.array([offset]))
-        return content.tobytes()
+        return self.file.read_range(offset, min(BLOCK, self.file.expected.size - offset))
 
 
 @functools.lru_cache(16)

@@ -103,49 +103,42 @@ def _notice(url, text, limit):
 
 def is_transient(error: BaseException) -> bool:
     """Return whether another attempt may succeed after an error."""
-    response_code, status = _codes(error)
+    code, status, _ = _reply(error)
     if status is not None:
-        return status in BUSY or response_code in BUSY_CODES
+        return status in BUSY or code in BUSY_CODES
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
         return False
     if any(kind.__name__ in LASTING for kind in type(error).__mro__):
         return False
-    if isinstance(error, OSError | EOFError | asyncio.TimeoutError):
-        return True
-    return type(error).__module__.startswith(LIBRARIES)
+    is_system = isinstance(error, OSError | EOFError | asyncio.TimeoutError)
+    return is_system or type(error).__module__.startswith(LIBRARIES)
 
 
 def describe(error: BaseException) -> str:
     """Describe an error of a store in one line."""
-    code, status = _codes(error)
+    code, status, message = _reply(error)
     if status is None and isinstance(error, FileNotFoundError):
         return HINTS[404]
     if any(kind.__name__.endswith("CredentialsError") for kind in type(error).__mro__):
         return "no credentials found: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret"
-    message = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
     if status is not None:
-        response = getattr(_origin(error), "response", None) or {}
-        message = response.get("Error", {}).get("Message") or getattr(error, "message", "")
         parts = [code if code and not code.isdigit() else f"HTTP status {status}", message]
-        message = ": ".join(str(part) for part in parts if part)
-        message += f" ({HINTS[status]})" if status in HINTS else ""
-    return "".join(c if c.isprintable() else "?" for c in message)[:MAX_REASON]
+        text = ": ".join(str(part) for part in parts if part)
+        text += f" ({HINTS[status]})" if status in HINTS else ""
+    return "".join(c if c.isprintable() else "?" for c in text)[:MAX_REASON]
 
 
-def _origin(error):
-    """Return the error of the store's library that caused an fsspec error, or the error itself."""
-    while not hasattr(error, "response") and error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _codes(error):
-    """Return (error code, HTTP status) of the store's reply, with None for unknown values."""
-    origin = _origin(error)
+def _reply(error):
+    """Return (error code, HTTP status, message) of the store's reply, which may be unknown."""
+    origin = error  # the error of the store's library that caused an fsspec error
+    while not hasattr(origin, "response") and origin.__cause__ is not None:
+        origin = origin.__cause__
     response = getattr(origin, "response", None)
     if isinstance(response, dict) and "Error" in response:
-        code = str(response["Error"].get("Code", ""))
+        code, message = str(response["Error"].get("Code", "")), response["Error"].get("Message")
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return code, int(status) if status else (int(code) if code.isdigit() else None)
+        status = status or (code if code.isdigit() else None)
+        return code, status and int(status), message or getattr(error, "message", "")
     status = getattr(error, "status", None)  # attribute of aiohttp's errors
-    return None, status if isinstance(status, int) else None
+    return None, status if isinstance(status, int) else None, getattr(error, "message", "")
