@@ -138,7 +138,7 @@ class TrainingOptions(  # from the last group of options to the first
             value = check_value(rule_of(OPTIONS[name]), default if value is None else value, name)
             object.__setattr__(self, name, default if value is None else value)
         functions = self.output_functions
-        functions = (functions,) if callable(functions) else tuple(functions)
+        functions = tuple(functions) if isinstance(functions, Sequence) else (functions,)
         if not all(map(callable, functions)):
             raise UserError(f"output_functions must be functions, found {functions}")
         object.__setattr__(self, "output_functions", functions)
