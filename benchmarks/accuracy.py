@@ -164,8 +164,8 @@ def decide(net, images, activations):
             decisions[layer.name] = activations[layer.name] > 0
         elif kind == "MaxPool2D":
             batch = share(len(images), OneRank())
-            args = subject.pool_args(layer, x.shape[1:])
-            _, positions = reference.max_pool2d(from_images(x, batch).lanes, *args)
+            args = subject.pool_windows(layer, x.shape[1:])
+            _, positions = reference.max_pool2d(from_images(x, batch).lanes, args)
             images_first = np.moveaxis(positions, -1, 1).reshape(-1, *positions.shape[1:-1])
             decisions[layer.name] = images_first[: len(images)]
         x = activations.get(layer.name, x)
@@ -222,7 +222,7 @@ def exact_step(net, images, labels, decisions):
             if kind == "ReLU":
                 x = decided_relu(x, positive=decisions[layer.name])
             elif kind == "MaxPool2D":
-                args = subject.pool_args(layer, x.shape[1:])
+                args = subject.pool_windows(layer, x.shape[1:])
                 x = decided_max(x, positions=decisions[layer.name], args=args)
             else:
                 x = layer.forward(
@@ -270,7 +270,7 @@ def _pixels_at(pool, x, positions):
     import torch
     from torch.nn.functional import pad
 
-    args = subject.pool_args(pool, x.shape[1:])
+    args = subject.pool_windows(pool, x.shape[1:])
     (_, columns), (down, across), ((top, bottom), (left, right)) = args
     x = pad(x, (left, right, top, bottom))
     positions = torch.from_numpy(positions.astype(np.int64))

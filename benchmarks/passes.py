@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks import subject
 from mpidl import backends
 from mpidl.backends.cpu import arenas, conv
-from mpidl.backends.shapes import Geometry
+from mpidl.backends.shapes import ChannelNorm, Geometry, Windows
 from mpidl.core.blocks import LANES, Blocked, DeferredInput, OneRank, share
 from mpidl.nn import Conv2D, CrossChannelNorm, Layer, MaxPool2D, Network, graph
 
@@ -240,24 +240,25 @@ def _add(backend, layer, x, dy, weights, batch):
 
 
 def _cross_channel_norm(backend, layer, x, dy, weights, batch):
-    args = layer.window, layer.alpha, layer.beta, layer.k
-    yield Pass("forward", lambda: backend.cross_channel_norm(x, *args), 0, 2 * x.nbytes)
-    yield Pass("dx", lambda: backend.cross_channel_norm_dx(dy, x, *args), 0, 3 * x.nbytes)
+    norm = ChannelNorm(layer.window, layer.alpha, layer.beta, layer.k)
+    yield Pass("forward", lambda: backend.cross_channel_norm(x, norm), 0, 2 * x.nbytes)
+    yield Pass("dx", lambda: backend.cross_channel_norm_dx(dy, x, norm), 0, 3 * x.nbytes)
 
 
 def _max_pool(backend, layer, x, dy, weights, batch):
-    args = subject.pool_args(layer, x.shape[1:4])
-    _, argmax = backend.max_pool2d(x, *args)
+    windows = subject.pool_windows(layer, x.shape[1:4])
+    _, argmax = backend.max_pool2d(x, windows)
     moved = x.nbytes + dy.nbytes + argmax.nbytes
-    yield Pass("forward", lambda: backend.max_pool2d(x, *args), 0, moved)
-    yield Pass("dx", lambda: backend.max_pool2d_dx(dy, argmax, x, *args, batch.tree), 0, moved)
+    yield Pass("forward", lambda: backend.max_pool2d(x, windows), 0, moved)
+    yield Pass("dx", lambda: backend.max_pool2d_dx(dy, argmax, x, windows, batch.tree), 0, moved)
 
 
 def _normalized_max_pool(backend, norm, layer, x, dy):
     """Yield the passes of a step that fuses a normalization, max pooling and a ReLU before both."""
     if not backend.fuses_convolutions:
         return
-    args = norm.window, norm.alpha, norm.beta, norm.k, *subject.pool_args(layer, x.shape[1:4])
+    numbers = ChannelNorm(norm.window, norm.alpha, norm.beta, norm.k)
+    args = numbers, subject.pool_windows(layer, x.shape[1:4])
     x = np.maximum(x, 0)
     _, argmax = backend.norm_max_pool(x, *args)
     moved = x.nbytes + dy.nbytes + argmax.nbytes
@@ -267,13 +268,13 @@ def _normalized_max_pool(backend, norm, layer, x, dy):
 
 
 def _average_pool(backend, layer, x, dy, weights, batch):
-    args = *subject.pool_args(layer, x.shape[1:4]), layer.count_padding
+    args = subject.pool_windows(layer, x.shape[1:4]), layer.count_padding
     yield from _mean(backend, x, dy, args, batch)
 
 
 def _global_average_pool(backend, layer, x, dy, weights, batch):
     size = x.shape[2:4]
-    yield from _mean(backend, x, dy, (size, size, ((0, 0), (0, 0)), True), batch)
+    yield from _mean(backend, x, dy, (Windows(size, size, ((0, 0), (0, 0))), True), batch)
 
 
 def _mean(backend, x, dy, args, batch):

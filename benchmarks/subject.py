@@ -11,7 +11,7 @@ import numpy as np
 
 from mpidl import backends
 from mpidl.backends.cpu import builds
-from mpidl.backends.shapes import Geometry
+from mpidl.backends.shapes import Geometry, Windows
 from mpidl.cli import start
 from mpidl.core import keyed
 from mpidl.nn import AveragePool2D, Conv2D, Dense, Dropout, Network, ReLU, zoo
@@ -73,9 +73,9 @@ def conv_geometry(layer) -> Geometry:
     return Geometry(stride, check.pads(layer.name, layer.padding), dilation, layer.groups)
 
 
-def pool_args(layer, shape: Sequence[int]) -> tuple:
-    """Return (size, stride, pads) of a pooling layer for images of the given shape."""
-    return windows(layer.name, tuple(shape), layer.size, layer.stride, layer.padding)[:3]
+def pool_windows(layer, shape: Sequence[int]) -> Windows:
+    """Return the Windows of a pooling layer for images of the given shape."""
+    return windows(layer.name, tuple(shape), layer.size, layer.stride, layer.padding)[0]
 
 
 def configure(options: argparse.Namespace) -> list[str]:

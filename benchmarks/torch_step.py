@@ -279,7 +279,7 @@ def _conv(layer, shape, size):
 def _pool(layer, shape):
     from torch import nn
 
-    size, stride, pads = subject.pool_args(layer, shape)
+    size, stride, pads = subject.pool_windows(layer, shape)
     kind, fill = nn.AvgPool2d, 0.0
     if type(layer).__name__ == "MaxPool2D":
         kind, fill = nn.MaxPool2d, float("-inf")

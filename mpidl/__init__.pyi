@@ -70,7 +70,7 @@ from mpidl.ops.transposed import *
 from mpidl.ops.vjp_check import check_vjp as check_vjp
 from mpidl.ranks.world import World as World
 from mpidl.report.history import History as History
-from mpidl.report.history import history as history
+from mpidl.report.run_files import history as history
 from mpidl.sweeps.sweep import sweep as sweep
 from mpidl.trackers.mlflow import MLflowHook as MLflowHook
 from mpidl.trackers.tensorboard import TensorBoardHook as TensorBoardHook

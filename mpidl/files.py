@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import stat
 import threading
@@ -233,6 +234,15 @@ def call_together(world: Any, function: Callable[[], T]) -> T:
 def reason(error: Exception) -> str:
     """Return the message of an error. For an OSError, leave out the error number and the path."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def json_object(content: str | bytes | None) -> dict[str, Any] | None:
+    """Parse JSON. Return None if the content is missing, damaged or not an object."""
+    try:
+        value = json.loads(content or b"")
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def digest(*parts: object) -> str:

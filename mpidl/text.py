@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -144,13 +144,18 @@ def _plain(name: str) -> str:
     return name.replace("-", "").replace("_", "").lower()
 
 
-def aligned(rows: Iterable[Sequence[object]], left: int = 1) -> list[str]:
-    """Format rows as lines of a table. All columns after the first `left` are right-aligned."""
+def aligned(rows: Iterable[Sequence[object]], left: int | Container[int] = 1) -> list[str]:
+    """Format rows as lines of a table.
+
+    The first `left` columns, or the columns in `left`, are left-aligned, and the others are
+    right-aligned.
+    """
+    left = range(left) if isinstance(left, int) else left
     table = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
+            cell.ljust(width) if i in left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in table

@@ -55,12 +55,14 @@ COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __
 # inside functions.
 ONLY_IN = {
     "mpi4py": ("mpidl.ranks",),
-    "cupy": ("mpidl.backends.gpu", "mpidl.comm.nccl"),
+    "cupy": ("mpidl.backends.gpu", "mpidl.backends.discovery", "mpidl.comm.nccl"),
     "fsspec": ("mpidl.data.storage.store",),
 }
 ONLY_LATE = {"cupy", "h5py", "matplotlib", "ml_dtypes", "onnx", "rich", "safetensors", "torch"}
 ONLY_LATE |= {"aiohttp", "asyncio", "bokeh", "fsspec", "jinja2", "ssl", "tornado", "yarl"}
 ONLY_LATE |= {"mlflow", "tensorboardX", "wandb"}
+# Modules that others import only inside functions, on ranks with a GPU. They use the wing.
+GPU_ALONE = ("mpidl.data.loading.device_queue", "mpidl.training.gpu_step")
 # Modules that may import these packages at the top. Other modules import them inside functions.
 LATE_MODULES = (
     *(f"mpidl.report.live.{name}" for name in ("figures", "page", "ranks_panel", "server")),
@@ -163,10 +165,11 @@ def violations(texts):
             if top in ONLY_IN and time != TYPING and not module.startswith(ONLY_IN[top]):
                 errors.append(f"{position}: only {' and '.join(ONLY_IN[top])} may")
             if time == EARLY and wing_of(name) not in (None, wing_of(module)):
-                if not module.endswith(".__init__"):  # a stub, whose names are imported when used
+                # the names of a stub are imported when used
+                if not module.endswith(".__init__") and module not in GPU_ALONE:
                     errors.append(f"{position}: a wing, only inside a function")
-            is_late = top in ONLY_LATE or name in LATE_MODULES
-            if is_late and time == EARLY and module not in LATE_MODULES:
+            is_late = top in ONLY_LATE or name in LATE_MODULES + GPU_ALONE
+            if is_late and time == EARLY and module not in LATE_MODULES + GPU_ALONE:
                 errors.append(f"{position}: only inside a function")
     return errors + [f"cycle: {' -> '.join(cycle)}" for cycle in cycles(graph)]
 

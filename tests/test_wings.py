@@ -28,6 +28,7 @@ REST = (
 )
 # For each wing, a program that uses it.
 USES = {
+    "backends.gpu": "import mpidl.backends.gpu.launching",
     "data.storage": "dl.data.open_data('s3://bucket/images')",
     "interchange": "dl.save_onnx",
     "jobs": "dl.launch",
@@ -39,6 +40,7 @@ USES = {
 }
 # For each wing without a command, a command that uses it.
 TRAINING_WITH = {
+    "backends.gpu": ("train", "--max-iterations", "1", "--device", "gpu"),
     "data.storage": ("train", "--data", "s3://bucket/images"),
     "trackers": ("train", "--max-iterations", "1", "--tensorboard"),
 }

@@ -19,7 +19,7 @@ import time
 from typing import NamedTuple
 
 from benchmarks import report
-from mpidl.backends.gpu.discovery import visible
+from mpidl.backends.discovery import visible
 from mpidl.cli.parser import Parser
 from mpidl.errors import UserError
 from mpidl.files import write_whole

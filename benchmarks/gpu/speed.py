@@ -17,7 +17,7 @@ import time
 from benchmarks import report as reports
 from benchmarks import subject, torch_step, turns
 from benchmarks.gpu import floors, tables
-from mpidl.backends.gpu.discovery import visible
+from mpidl.backends.discovery import visible
 from mpidl.errors import Fault, UserError
 from mpidl.launcher import environment
 

@@ -20,7 +20,7 @@ from benchmarks.gpu import compiling, identity, parity, sanitizer, speed, traini
 from benchmarks.gpu.sizes import BY_NAME, SMALL
 from benchmarks.mpidl_step import RecordedStep
 from benchmarks.report import Report
-from mpidl.backends.gpu.discovery import versions, visible
+from mpidl.backends.discovery import versions, visible
 from mpidl.cli import start
 from mpidl.core.blocks import LANES
 from mpidl.launcher import environment

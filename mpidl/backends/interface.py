@@ -24,8 +24,9 @@ tree
     The `fold.Tree` of the mini-batch: the binary tree that fixes the order in which blocks are
     summed. A function that sums over images computes one leaf of this tree per block. The function
     returns a `fold.Partial`, which the caller sums over the ranks.
-geometry
-    The `shapes.Geometry` of a convolution: its stride, padding, dilation and groups.
+geometry, windows, norm
+    The `shapes.Geometry` of a convolution, the `shapes.Windows` of a pooling function, and the
+    `shapes.ChannelNorm` of a cross-channel normalization.
 stride, dilation, size
     (down, across), integers >= 1.
 padding, cropping
@@ -42,7 +43,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
-from mpidl.backends.shapes import Geometry, Pads, Pair
+from mpidl.backends.shapes import ChannelNorm, Geometry, Pads, Pair, Windows
 from mpidl.backends.training_interface import Array, Lanes, TrainingFunctions, Vector
 from mpidl.core.fold import Partial, Tree
 
@@ -291,9 +292,7 @@ class Backend(TrainingFunctions, Protocol):
 
     # pool
 
-    def max_pool2d(
-        self, x: Readable, size: Pair, stride: Pair, padding: Pads
-    ) -> tuple[Lanes, Lanes]:
+    def max_pool2d(self, x: Readable, windows: Windows) -> tuple[Lanes, Lanes]:
         """Return the largest pixel of each window, and the index of this pixel in the window.
 
         An index is a uint8 that counts the pixels of a window row by row. If several pixels are
@@ -302,37 +301,21 @@ class Backend(TrainingFunctions, Protocol):
         """
 
     def max_pool2d_dx(
-        self,
-        dy: Lanes,
-        argmax: Lanes,
-        x: Readable,
-        size: Pair,
-        stride: Pair,
-        padding: Pads,
-        tree: Tree,
+        self, dy: Lanes, argmax: Lanes, x: Readable, windows: Windows, tree: Tree
     ) -> tuple[Lanes, Partial | None]:
         """Return the gradient with respect to x, and its `activation_sums` if x is a DeferredInput.
 
         If x is an array of lanes, only its shape and dtype are used.
         """
 
-    def average_pool2d(
-        self, x: Readable, size: Pair, stride: Pair, padding: Pads, count_padding: bool
-    ) -> Lanes:
+    def average_pool2d(self, x: Readable, windows: Windows, count_padding: bool) -> Lanes:
         """Return the mean of each window.
 
         If `count_padding` is True, padding counts as zeros. Otherwise, the mean leaves padding out.
         """
 
     def average_pool2d_dx(
-        self,
-        dy: Lanes,
-        x: Readable,
-        size: Pair,
-        stride: Pair,
-        padding: Pads,
-        count_padding: bool,
-        tree: Tree,
+        self, dy: Lanes, x: Readable, windows: Windows, count_padding: bool, tree: Tree
     ) -> tuple[Lanes, Partial | None]:
         """Return the gradient with respect to x, and its `activation_sums` or None.
 
@@ -346,49 +329,25 @@ class Backend(TrainingFunctions, Protocol):
 
     # lrn
 
-    def cross_channel_norm(
-        self, x: Lanes, window: int, alpha: float, beta: float, k: float
-    ) -> Lanes:
+    def cross_channel_norm(self, x: Lanes, norm: ChannelNorm) -> Lanes:
         """Return x * d**-beta, where d = k + alpha / window * (sum of x**2 over the window).
 
         The window of a channel consists of the channel and its neighbours;
         `shapes.channel_window(window)` returns how many neighbours come before and after it.
         """
 
-    def cross_channel_norm_dx(
-        self, dy: Lanes, x: Lanes, window: int, alpha: float, beta: float, k: float
-    ) -> Lanes:
+    def cross_channel_norm_dx(self, dy: Lanes, x: Lanes, norm: ChannelNorm) -> Lanes:
         """Return the gradient with respect to x, recomputing d.
 
         dx = dy * d**-beta - 2 * alpha * beta / window * x * S, where S is the sum of
         dy * x * d**(-beta - 1) over the channels whose window contains this channel.
         """
 
-    def norm_max_pool(
-        self,
-        x: Lanes,
-        window: int,
-        alpha: float,
-        beta: float,
-        k: float,
-        size: Pair,
-        stride: Pair,
-        padding: Pads,
-    ) -> tuple[Lanes, Array]:
+    def norm_max_pool(self, x: Lanes, norm: ChannelNorm, windows: Windows) -> tuple[Lanes, Array]:
         """Return `max_pool2d` of the `cross_channel_norm` of x, with the same bytes."""
 
     def norm_max_pool_relu_dx(
-        self,
-        dy: Lanes,
-        argmax: Array,
-        x: Lanes,
-        window: int,
-        alpha: float,
-        beta: float,
-        k: float,
-        size: Pair,
-        stride: Pair,
-        padding: Pads,
+        self, dy: Lanes, argmax: Array, x: Lanes, norm: ChannelNorm, windows: Windows
     ) -> Lanes:
         """Return the gradient of `norm_max_pool` before the ReLU that computed x.
 

@@ -23,6 +23,23 @@ class Geometry(NamedTuple):
     groups: int = 1
 
 
+class Windows(NamedTuple):
+    """Where the windows of a pooling function are in the images."""
+
+    size: Pair
+    stride: Pair
+    padding: Pads
+
+
+class ChannelNorm(NamedTuple):
+    """The numbers of a cross-channel normalization."""
+
+    window: int
+    alpha: float
+    beta: float
+    k: float
+
+
 def conv2d_shape(
     x_shape: Sequence[int],
     weight_shape: Sequence[int],

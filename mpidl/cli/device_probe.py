@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpidl.backends import discovery
 from mpidl.backends.cpu import builds
-from mpidl.backends.gpu import discovery
 from mpidl.ranks import devices, thread_budget
 from mpidl.ranks.devices import RankGpus
 from mpidl.ranks.thread_budget import CGROUP_FOLDER, Cores

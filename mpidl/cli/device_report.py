@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mpidl.backends.gpu.discovery import Gpu
+from mpidl.backends.discovery import Gpu
 from mpidl.cli import start
 from mpidl.cli.device_probe import RankReport
 from mpidl.ranks import devices, thread_budget

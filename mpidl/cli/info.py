@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mpidl.backends import discovery
 from mpidl.backends.cpu import builds
-from mpidl.backends.gpu import cubins, discovery, nvrtc
 from mpidl.cli import arguments, device_probe, device_report, start, user_files
 from mpidl.cli.parser import Parser, image_shape
 from mpidl.comm import nccl
@@ -124,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "mpi4py": configuration.version_of("mpi4py"),
         "GPU": _gpus(gpus_by_rank[0]),
         "CuPy": _cupy(),
-        "NVRTC": ", ".join(_nvrtc()) or "none",
-        "GPU cache": f"{cubins.folder()} (MPIDL_CACHE)",
+        **_compiler(),
         "GPU messages": _transport(gpus_by_rank, abilities),
     }
     for name, fact in facts.items():
@@ -209,12 +208,21 @@ def _cupy():
     return f"{packages}, for CUDA {versions.made_for}; {driver}"
 
 
-def _nvrtc():
-    """Yield each installed version of NVRTC with the architectures that it compiles for."""
-    for library in nvrtc.installed():
-        architectures = library.architectures
-        version = ".".join(map(str, library.version))
-        yield f"{version} (sm_{min(architectures)} to sm_{max(architectures)}, {library.path})"
+def _compiler():
+    """Describe the installed versions of NVRTC and the cache of kernels, if mpidl has any."""
+    if not discovery.has_kernels():
+        return {}
+    from mpidl.backends.gpu import cubins, nvrtc
+
+    versions = [
+        f"{'.'.join(map(str, library.version))} (sm_{min(library.architectures)} to "
+        f"sm_{max(library.architectures)}, {library.path})"
+        for library in nvrtc.installed()
+    ]
+    return {
+        "NVRTC": ", ".join(versions) or "none",
+        "GPU cache": f"{cubins.folder()} (MPIDL_CACHE)",
+    }
 
 
 def _transport(gpus_by_rank, abilities):

@@ -9,11 +9,12 @@ from mpidl.data.urls import Settings, check_url, is_remote
 from mpidl.errors import StorageFault, UserError
 from mpidl.files import call_together, on_rank_0
 from mpidl.ranks.world import World
+from mpidl.report import run_files
 from mpidl.text import printable
 from mpidl.training.options.training_options import flag
 
 DATA = ("data", "test_data", "validation_data", "weights", "upload")
-UPLOADED = ("model.h5", "summary.json", "options.toml")
+UPLOADED = ("model.h5", run_files.SUMMARY, run_files.OPTIONS)
 
 
 def configure(options: Mapping[str, Any], world: World | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Prepare commands: return warnings, load data sets and networks, create the output folder."""
+"""Prepare commands: return warnings, load data sets and networks."""
 
 import importlib.util
 import inspect
@@ -17,13 +17,12 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.formats.hdf5 import is_hdf5
 from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
 from mpidl.data.transforms.preprocess import Preprocess
-from mpidl.data.urls import refuse_remote
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
 from mpidl.nn.layers import Layer, Sigmoid
 from mpidl.ranks.world import World
 from mpidl.text import did_you_mean, grouped, host_list
-from mpidl.training.files import model_file, run_folder
+from mpidl.training.files import model_file
 from mpidl.training.options.training_options import TrainingOptions
 
 
@@ -337,68 +336,3 @@ def _resize_hint(build, input_shape):
     return (
         f"; it is designed for larger images: train with --resize {usual_shape[1]}x{usual_shape[2]}"
     )
-
-
-def check_output_folder(typed: Mapping[str, Any]) -> None:
-    """Raise UserError if --out contains a run that is neither resumed nor overwritten.
-
-    The folders of --out and --resume must be on a file system.
-
-    `typed` is the result of `arguments.train`.
-    """
-    refuse_remote(typed.get("out"), "--out", "a folder")
-    refuse_remote(typed.get("resume"), "--resume", "a folder")
-    if "out" in typed and not typed.get("overwrite"):
-        run_folder.refuse_a_run(typed["out"], typed.get("resume"))
-
-
-def output_folder(typed: Mapping[str, Any], network: str) -> str:
-    """Make the folder for the results of a run.
-
-    If --out is given, results of an earlier run are removed from that folder, unless this run
-    resumes the earlier one. Without --out, a resumed run keeps its folder, and a new run gets the
-    first of runs/NETWORK, runs/NETWORK-2, ... that does not exist.
-
-    Parameters
-    ----------
-    typed : mapping
-        The result of `arguments.train`.
-    network : str
-        Value of --network.
-
-    Returns
-    -------
-    str
-        Path of the folder.
-
-    Raises
-    ------
-    UserError
-        If the folder cannot be made or written to.
-    """
-    out, resume = typed.get("out"), typed.get("resume")
-    try:
-        if out is None:
-            return _next_folder(network) if resume is None else resume
-        run_folder.make_folder(out, resume)
-    except OSError as error:
-        folder = f"--out {out}" if out else error.filename
-        raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
-    return out
-
-
-def _next_folder(network):
-    """Make the first of runs/NETWORK, runs/NETWORK-2, ... that does not exist.
-
-    Several jobs may call this function at the same time.
-    """
-    name = os.path.basename(network.rpartition(":")[2]) or "run"
-    os.makedirs("runs", exist_ok=True)
-    number = 1
-    while True:
-        path = os.path.join("runs", name if number == 1 else f"{name}-{number}")
-        try:
-            os.mkdir(path)
-            return path
-        except FileExistsError:
-            number += 1

@@ -5,7 +5,6 @@ folder of a run, the command trains nothing and needs no MPI.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from mpidl.errors import Fault, UserError
 from mpidl.launcher import environment, launcher
 from mpidl.options.declaration import declared, flag
 from mpidl.ranks import failure
-from mpidl.report import Console
+from mpidl.report import Console, run_files
 from mpidl.text import aligned, printable
 from mpidl.training.files import generations
 from mpidl.training.options.run_inputs import TransferInputs
@@ -130,8 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     raise UserError(text.removeprefix("mpidl: "))
                 print("\n".join(lines), file=sys.stderr)
                 raise Fault(f"training on {ranks} ranks ended with exit code {process.returncode}")
-            with open(os.path.join(out, "summary.json")) as file:
-                summary = json.load(file)
+            summary = run_files.read_summary(out)
             hashes[ranks] = summary["weights_sha256"]
             print(
                 f"{ranks:5}  {summary['iterations']:10}  {summary['loss']:<12.8f}  "

@@ -201,10 +201,15 @@ def checked_targets(targets: np.ndarray, count: int, source: str) -> np.ndarray:
     if targets.dtype.kind == "f":
         with np.errstate(over="ignore"):  # `read_targets` later reports infinities
             return targets.astype(np.float32, copy=False)
+    check_int32(targets, source)
+    return targets.astype(np.int32)
+
+
+def check_int32(targets: np.ndarray, source: str) -> None:
+    """Raise UserError if an integer target is outside the range of int32."""
     low, high = int(targets.min(initial=0)), int(targets.max(initial=0))
     if low < -(1 << 31) or high >= 1 << 31:
         raise UserError(f"{source}: expected targets in the range of int32, found {low} to {high}")
-    return targets.astype(np.int32)
 
 
 def check_labels(

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mpidl.data.array_datastore import check_int32
 from mpidl.data.checks import read_images
 from mpidl.data.datastore import Datastore, Derived, Indices, counted
-from mpidl.data.labels import check_int32
 from mpidl.errors import UserError
 from mpidl.files import digest
 
@@ -33,30 +33,23 @@ class Combined(Derived):
         self.target_source = targets
         self.in_memory, self.preprocess = images.in_memory, images.preprocess
         self.scaled = False  # whether targets are pixels to divide by 255
+        is_whole = targets.dtype.kind != "f"
         if isinstance(targets, Datastore):
-            self.targets_shape, self.targets_dtype = targets.image_shape, targets.dtype
             self.in_memory = images.in_memory and targets.in_memory
-            if pixel_labels:
-                self.targets_shape = _label_map_shape(targets)
-                self.targets_dtype = np.dtype(np.int32)
-            elif targets.dtype == np.uint8:
-                self.scaled, self.targets_dtype = True, np.dtype(np.float32)
-            self._set_classes(classes)
-            return
-        if targets.dtype.kind not in "iufb":
-            raise UserError(f"combined: expected numbers as targets, got {targets.dtype}")
-        self.targets_shape = targets.shape[1:]
-        integers = targets.dtype.kind != "f"
-        self.targets_dtype = np.dtype(np.int32 if integers else np.float32)
-        if integers:
-            check_int32(targets, "combined")
-        self._set_classes(classes)
-
-    def _set_classes(self, classes):
-        """Set the class names, unless `classes` is None. The targets must be labels."""
+            self.scaled = targets.dtype == np.uint8 and not pixel_labels
+            is_whole = pixel_labels
+            shape = _label_map_shape(targets) if pixel_labels else targets.image_shape
+        else:
+            if targets.dtype.kind not in "iufb":
+                raise UserError(f"combined: expected numbers as targets, got {targets.dtype}")
+            if is_whole:
+                check_int32(targets, "combined")
+            shape = targets.shape[1:]
+        self.targets_shape: tuple[int, ...] = shape
+        self.targets_dtype = np.dtype(np.int32 if is_whole else np.float32)
         if classes is None:
             return
-        if self.targets_dtype.kind != "i":
+        if not is_whole:
             raise UserError(
                 "combined: classes requires targets that are labels: whole numbers, or images "
                 "with pixel_labels=True"

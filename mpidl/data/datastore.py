@@ -109,7 +109,7 @@ class Datastore:
         return (self[i] for i in range(len(self)))
 
     def read(self, indices: Indices) -> np.ndarray:
-        """Return the images with the given indices. Must not call MPI.
+        """Return images (len(indices), C, H, W) of `dtype`. Must not call MPI.
 
         Parameters
         ----------
@@ -119,22 +119,22 @@ class Datastore:
         Returns
         -------
         ndarray
-            Images (len(indices), C, H, W) of `dtype`.
+            The images.
         """
         raise TypeError(f"{type(self).__name__} must define read(indices)")
 
     def targets(self, indices: Indices) -> np.ndarray:
-        """Return the targets of the images with the given indices. Must not call MPI.
+        """Return the targets (len(indices), *targets_shape) of images. Must not call MPI.
 
         Parameters
         ----------
         indices : sequence of int
-            Indices of images, in any order.
+            As in `read`.
 
         Returns
         -------
         ndarray
-            Targets (len(indices), *targets_shape).
+            The targets.
         """
         raise TypeError(f"{type(self).__name__} must define targets(indices)")
 
@@ -156,7 +156,7 @@ class Datastore:
         Parameters
         ----------
         indices : sequence of int
-            Indices of images, in any order.
+            As in `read`.
 
         Returns
         -------
@@ -182,7 +182,7 @@ class Datastore:
         Parameters
         ----------
         indices : sequence of int
-            Indices of images, in any order.
+            As in `read`.
 
         Returns
         -------
@@ -417,11 +417,10 @@ class Datastore:
 
 
 class Derived(Datastore):
-    """Base class of sets derived from a parent set.
+    """Base class of sets that read from a parent set.
 
-    The shapes, types, labels and classes are copied from the parent. The methods of this class
-    call the parent's methods unless a subclass overrides them. `encoded_sizes` and `read_encoded`
-    are not forwarded, because the images may differ from the parent's image files.
+    The shapes, types, labels and classes are copied from the parent. `encoded_sizes` and
+    `read_encoded` are not forwarded, because the images may differ from the parent's image files.
     """
 
     def __init__(self, parent: Datastore):
@@ -432,23 +431,27 @@ class Derived(Datastore):
         if parent.targets_dtype is not None:
             self.targets_dtype = np.dtype(parent.targets_dtype)
 
+    def _parent_indices(self, indices: Indices) -> Indices:
+        """Return the indices in the parent of images of this set."""
+        return indices
+
     def __len__(self) -> int:
         return len(self.parent)
 
     def read(self, indices: Indices) -> np.ndarray:
-        return self.parent.read(indices)
+        return self.parent.read(self._parent_indices(indices))
 
     def targets(self, indices: Indices) -> np.ndarray:
-        return self.parent.targets(indices)
+        return self.parent.targets(self._parent_indices(indices))
 
     def read_ahead(self, indices: Indices) -> object:
-        return self.parent.read_ahead(indices)
+        return self.parent.read_ahead(self._parent_indices(indices))
 
     def name(self, i: int) -> str:
-        return self.parent.name(i)
+        return self.parent.name(int(self._parent_indices([i])[0]))
 
     def located(self, i: int) -> str:
-        return self.parent.located(i)
+        return self.parent.located(int(self._parent_indices([i])[0]))
 
     def describe(self) -> str:
         return self.parent.describe()
@@ -475,30 +478,18 @@ class Subset(Derived):
             self.parent, self.indices = datastore.parent, datastore.indices[selected]
         self.in_memory, self.preprocess = datastore.in_memory, datastore.preprocess
 
+    def _parent_indices(self, indices: Indices) -> Indices:
+        return self.indices[np.asarray(indices, np.int64)]
+
     def __len__(self) -> int:
         return len(self.indices)
-
-    def read(self, indices: Indices) -> np.ndarray:
-        return self.parent.read(self.indices[np.asarray(indices, np.int64)])
-
-    def targets(self, indices: Indices) -> np.ndarray:
-        return self.parent.targets(self.indices[np.asarray(indices, np.int64)])
-
-    def read_ahead(self, indices: Indices) -> object:
-        return self.parent.read_ahead(self.indices[np.asarray(indices, np.int64)])
 
     def encoded_sizes(self) -> np.ndarray | None:
         sizes = self.parent.encoded_sizes()
         return None if sizes is None else sizes[self.indices]
 
     def read_encoded(self, indices: Indices) -> list[bytes]:
-        return self.parent.read_encoded(self.indices[np.asarray(indices, np.int64)])
-
-    def name(self, i: int) -> str:
-        return self.parent.name(int(self.indices[i]))
-
-    def located(self, i: int) -> str:
-        return self.parent.located(int(self.indices[i]))
+        return self.parent.read_encoded(self._parent_indices(indices))
 
     def describe(self) -> str:
         return f"{len(self)} of {self.parent.describe()}"

@@ -55,14 +55,10 @@ def parse_class_names(value: object, source: str) -> list[str]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             value = None
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if not isinstance(value, list) or len(value) > MOST_CLASSES:
-        raise UserError(
-            f"{source}: expected class names as a list of strings, found something else"
-        )
-    names = [name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in value]
-    if not all(isinstance(name, str) and _is_text(name) for name in names):
+    names = value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(names, list):
+        names = [n.decode("utf-8", "replace") if isinstance(n, bytes) else n for n in names]
+    if not isinstance(names, list) or len(names) > MOST_CLASSES or not all(map(_is_text, names)):
         raise UserError(
             f"{source}: expected class names as a list of strings, found something else"
         )
@@ -74,14 +70,14 @@ def parse_class_names(value: object, source: str) -> list[str]:
     return names
 
 
-def _is_text(name: str) -> bool:
-    """Return whether a name can be encoded as UTF-8.
+def _is_text(name):
+    """Return whether a name is a string that can be encoded as UTF-8.
 
     Surrogate escapes, which represent bytes that are not valid UTF-8, are allowed.
     """
     try:
         name.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
+    except (AttributeError, UnicodeEncodeError):
         return False
     return True
 
@@ -104,10 +100,3 @@ def integer_labels(values: np.ndarray, count: int, source: str, hint: str = "") 
     elif flat.dtype.kind not in "biu" or (flat.dtype == np.uint64 and flat.max(initial=0) >> 62):
         raise UserError(f"{source}: expected whole numbers as labels, found {flat.dtype}")
     return flat.astype(np.int64)
-
-
-def check_int32(values: np.ndarray, source: str) -> None:
-    """Raise UserError if an integer target is outside the range of int32."""
-    low, high = int(values.min(initial=0)), int(values.max(initial=0))
-    if low < -(1 << 31) or high >= 1 << 31:
-        raise UserError(f"{source}: expected targets in the range of int32, found {low} to {high}")

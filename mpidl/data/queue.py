@@ -218,7 +218,7 @@ class MinibatchQueue:
         n = len(self.datastore)
         every_epoch, parts = self.shuffle == "every-epoch", self.sampling == "partition"
         if self.sampling == "balanced":
-            return balanced.draw(self.datastore.labels, self.seed, epoch if every_epoch else 0)
+            return balanced.draw(np.asarray(self.datastore.labels), self.seed, epoch * every_epoch)
         if self.shuffle == "never":
             order = np.arange(n)
         else:
@@ -269,7 +269,11 @@ class MinibatchQueue:
         order = self.order(epoch)[start * self.batch_size :]
         runs = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         batches = self._prepared(runs, epoch, self.prefetch)
-        return batches if self.bad_images is None else self._repaired(batches, runs, epoch)
+        return (
+            batches
+            if self.bad_images is None
+            else self._repaired(batches, runs, epoch, self.bad_images)
+        )
 
     def _prepared(self, runs, epoch, prefetch):
         """Generate one mini-batch per array of sample numbers in `runs`, without bad images."""
@@ -290,7 +294,7 @@ class MinibatchQueue:
             return indices
         return self.bad_images.readable_indices(indices, self.datastore)
 
-    def _repaired(self, batches, runs, epoch):
+    def _repaired(self, batches, runs, epoch, bad_images):
         """Generate the mini-batches. Prepare a mini-batch again without its unreadable images.
 
         If a mini-batch has unreadable images, `agreed` sends the unreadable images of all ranks to
@@ -300,7 +304,7 @@ class MinibatchQueue:
             for indices in runs:
                 item = [next(batches)]  # a list, so that the consumer can free the mini-batch
                 while (ranks := (yield item.pop())) is not None:
-                    self.bad_images.merge(ranks)
+                    bad_images.merge(ranks)
                     item = [*self._prepared([indices], epoch, prefetch=0)]
 
     def _job(self, indices, epoch, is_ahead):

@@ -90,8 +90,8 @@ def open_sets(
         if validation:
             options = options._replace(labelled=labelled_validation)
             held_out = opened.open_validation_data(text, world, options)
-    sets = (store and _converted(store, preprocess) for store in (train, held_out, test))
-    return Sets(*sets)
+    held_out, test = (store and _converted(store, preprocess) for store in (held_out, test))
+    return Sets(_converted(train, preprocess), held_out, test)
 
 
 def open_test_data(
@@ -109,16 +109,12 @@ def open_test_data(
 
     Parameters
     ----------
-    text : str
-        "digits", "cells" or a path, as for `open_data`.
-    world : World, optional
-        The ranks that open the data together. By default, only this rank opens the data.
+    text, world, option
+        As for `open_data`.
     classes : sequence of str, optional
         Class names of the training set, to which the labels are mapped.
     labelled : bool
         Whether labels are required. Prediction does not need them.
-    option : str
-        Command-line option that named the data, for messages.
 
     Returns
     -------
@@ -128,7 +124,7 @@ def open_test_data(
     Raises
     ------
     UserError
-        If no format recognizes the path, or if the data are damaged or invalid.
+        As for `open_data`.
     """
     options = OpenOptions(option, classes, labelled)
     check_url(text, option)
@@ -148,16 +144,10 @@ def open_validation_data(
 
     Parameters
     ----------
-    text : str
-        "digits" or a path, as for `open_data`.
-    world : World, optional
-        The ranks that open the data together. By default, only this rank opens the data.
+    text, world, option, preprocess
+        As for `open_data`.
     classes : sequence of str, optional
         Class names of the training set, to which the labels are mapped.
-    option : str
-        Command-line option that named the data, for messages.
-    preprocess : Preprocess
-        Conversion to apply to the images.
 
     Returns
     -------

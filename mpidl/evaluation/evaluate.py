@@ -242,10 +242,10 @@ def evaluate(
         del images, labels  # free their memory for the next mini-batch
     is_defined = totals.accuracy is None or not math.isnan(totals.accuracy)
     result = Evaluation(accuracy=totals.accuracy, loss=totals.loss, images=totals.images)
-    if top_k:
+    if top_k and ranking is not None:
         hits = world.gop("sum", ranking.hits)
         result = result._replace(top_k=hits / totals.labels if is_defined else math.nan)
-    if confusion:
+    if ranking is not None and ranking.table is not None:
         class_list = class_names(net.classes or datastore.classes, classes)
         table = Confusion(world.gop("sum", ranking.table), class_list, is_complete=is_defined)
         result = result._replace(confusion=table)
@@ -275,7 +275,7 @@ class _Totals:
         weight = sums[3] if len(sums) > 3 else images
         self.weighted_loss += sums[0] * weight
         self.weight, self.labels = self.weight + weight, self.labels + labels
-        self.correct = None if len(sums) == 1 else self.correct + sums[1]
+        self.correct = None if len(sums) == 1 else (self.correct or 0.0) + sums[1]
 
     @property
     def loss(self):

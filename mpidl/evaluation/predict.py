@@ -207,7 +207,7 @@ def classify(
     )
     if not names or indices is None:
         return indices
-    return np.array([*net.classes, ""])[indices]  # -1, for NaN outputs, selects ""
+    return np.array([*(net.classes or ()), ""])[indices]  # -1, for NaN outputs, selects ""
 
 
 @overload
@@ -368,7 +368,7 @@ def _collect(net, datastore, function, *, shape, dtype=np.float32, world, everyw
     collected = np.empty((len(datastore), *shape), dtype) if keeps else None
     for batch in by_batch(net, datastore, function, world=world, **options):
         indices, values = world.broadcast(batch) if everywhere else batch
-        if keeps:
+        if collected is not None:
             collected[indices] = values
     if is_own:
         world.close()

@@ -2,7 +2,7 @@
 
 Such a file contains the weights, but not what its library did to the images before. The
 normalization is never guessed. It comes from the caller, from constants at the beginning of an ONNX
-graph, or from names that identify published weights. Otherwise it is `normalize.Unknown`, and every
+graph, or from names that identify published weights. Otherwise it is `normalize.unknown`, and every
 use of the network raises an error that lists the choices.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpidl.data.transforms import normalize
-from mpidl.data.transforms.normalize import Normalization, Unknown
+from mpidl.data.transforms.normalize import Normalization, unknown
 from mpidl.errors import UserError
 from mpidl.interchange import weight_names
 from mpidl.nn import Conv2D, Network, Pad2D, graph, zoo
@@ -148,9 +148,7 @@ def of_file(
     elif channels == 3:
         result = _published(net, arrays, nodes)
     if result is None:
-        return Unknown(
-            reason=f"{printable(path)}: the file does not say how to normalize the images"
-        )
+        return unknown(f"{printable(path)}: the file does not say how to normalize the images")
     if result.name == "caffe":
         _reverse_channels(net, path)
     result.check(net.input_shape)

@@ -22,7 +22,7 @@ from mpidl.files import write_whole
 from mpidl.interchange import input_pixels
 from mpidl.interchange.input_pixels import Scaling
 from mpidl.interchange.onnx_file import Model
-from mpidl.interchange.weights import library
+from mpidl.interchange.weights import DAMAGES, library
 from mpidl.nn import Network
 from mpidl.nn import layers as nn
 from mpidl.ops import check
@@ -280,13 +280,8 @@ def stored_normalization(model: Model, scaling: Scaling | None) -> Normalization
         attributes = json.loads(model.description[KEY])
         texts = {"normalization": json.dumps(attributes.get("scaling", {}))}
         return input_pixels.described(texts, attributes["normalization"], model.image_shape)
-    except UNDESCRIBED:
+    except DAMAGES:
         return None
-
-
-# Exceptions that damaged descriptions and changed arrays cause.
-UNDESCRIBED = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError)
-UNDESCRIBED += (TypeError, ValueError, UserError)
 
 
 def _float32(array):
@@ -327,7 +322,7 @@ def restored(model: Model) -> Network | None:
         net.state = {name: _float32(arrays[name]) for name in net.state}
         net.unwhitened = description.get("unwhitened", [])
         expected = _nodes(library("onnx", "", "onnx"), net, is_normalized)
-    except UNDESCRIBED:
+    except DAMAGES:
         return None
     graphs = [
         [node.SerializeToString(deterministic=True) for node in nodes]

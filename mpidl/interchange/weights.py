@@ -24,7 +24,7 @@ from mpidl.nn import Network
 from mpidl.text import NAMES_IN_A_LINE, name_list, pip_install, printable
 from mpidl.training.files import model_file
 
-# Exceptions that a damaged description causes.
+# Exceptions that damaged descriptions and changed arrays cause.
 DAMAGES = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError)
 DAMAGES += (TypeError, ValueError, UserError)
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")

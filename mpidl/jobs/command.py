@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpidl import startup
-from mpidl.cli import arguments, start
+from mpidl.cli import arguments
 from mpidl.cli.parser import DESCRIBE, Parser, typed_command
 from mpidl.errors import Fault, UserError
 from mpidl.files import reason
@@ -25,7 +25,7 @@ from mpidl.jobs.job_words import JobCommand
 from mpidl.options.declaration import at_least
 from mpidl.ranks import failure
 from mpidl.report import status
-from mpidl.training.files import checkpoint
+from mpidl.training.files import checkpoint, run_folder
 
 RESTARTS = 3
 LOG = "restarts.log"  # in the folder of the run
@@ -114,7 +114,7 @@ class Supervisor:
 
     def _new_folder(self, typed: Mapping[str, Any]) -> str:
         name = typed.get("network", "digits" if "weights" not in typed else "run")
-        folder = start.output_folder({}, name)
+        folder = run_folder.next_folder(name)
         self.options += ["--out", folder]
         return folder
 

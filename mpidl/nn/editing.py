@@ -50,11 +50,9 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
     seed = net.seed if seed is None else seed
     edited = type(net)(layers, net.input_shape, seed=seed, batchnorm=net.batchnorm)
     whitening = edited.unwhitened  # before the kept weights replace the new initial weights
-    edited.fuse, edited.normalization = net.fuse, net.normalization
-    edited.crop, edited.preprocess = net.crop, net.preprocess
-    edited.input_function = net.input_function
-    same_outputs = edited.output_shape[:1] == net.output_shape[:1]
-    edited.classes, edited.loss = (net.classes, net.loss) if same_outputs else (None, None)
+    _copy_settings(net, edited)
+    if edited.output_shape[:1] != net.output_shape[:1]:
+        edited.classes = edited.loss = None
     for new, old in ((edited._parameters, net._parameters), (edited._state, net._state)):
         for name in (name for name in old if construction.layer_of(name) not in replacements):
             if new[name].shape != old[name].shape:
@@ -68,15 +66,18 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
     return edited
 
 
+def _copy_settings(net, edited):
+    names = "fuse normalization crop preprocess input_function classes loss"
+    for name in names.split():
+        setattr(edited, name, getattr(net, name))
+
+
 def append_layer(net: Network, layer: Layer) -> Network:
     """Return a network with one more layer, which has no learnables; see `Network.append_layer`."""
     edited = type(net)(
         [*net.layers, layer], net.input_shape, seed=net.seed, batchnorm=net.batchnorm
     )
-    edited.fuse, edited.normalization = net.fuse, net.normalization
-    edited.crop, edited.preprocess = net.crop, net.preprocess
-    edited.input_function = net.input_function
-    edited.classes, edited.loss = net.classes, net.loss
+    _copy_settings(net, edited)
     edited.parameters, edited.state = net.parameters, net.state
     edited.unwhitened = net.unwhitened
     return edited

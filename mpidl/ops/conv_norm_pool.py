@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpidl import backends
-from mpidl.backends.shapes import conv2d_shape
+from mpidl.backends.shapes import ChannelNorm, conv2d_shape
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Array, Needs
@@ -51,14 +51,13 @@ def conv2d_relu_norm_max_pool(
     backend, batch = backends.of_value(x), x.batch
     shape = conv2d_shape(x.shape[1:], weight.shape, *geometry[:3])
     check_window("cross_channel_norm", *norm)
-    pool_args = pool.windows("max_pool2d", shape, *windows, pool.PLACES)[:3]
-    window, alpha, beta, k = norm
-    norm_args = window, float(alpha), float(beta), float(k)
+    places, _ = pool.windows("max_pool2d", shape, *windows, pool.PLACES)
+    numbers = ChannelNorm(norm[0], *map(float, norm[1:]))
     y = backend.conv2d_relu(x.source, weight, bias, geometry, None)
-    pooled, argmax = backend.norm_max_pool(y, *norm_args, *pool_args)
+    pooled, argmax = backend.norm_max_pool(y, numbers, places)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dz = backend.norm_max_pool_relu_dx(dy.lanes, argmax, y, *norm_args, *pool_args)
+        dz = backend.norm_max_pool_relu_dx(dy.lanes, argmax, y, numbers, places)
         dx, dweight, dbias, _ = backend.conv2d_backward(
             dz, x.source, weight, geometry, batch.counts(), batch.tree, needs
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpidl import backends
+from mpidl.backends.shapes import ChannelNorm
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Needs
@@ -54,12 +55,12 @@ def cross_channel_norm(
     """
     check.images("cross_channel_norm", x)
     check_window("cross_channel_norm", window, alpha, beta, k)
-    backend, norm_args = backends.of_value(x), (window, float(alpha), float(beta), float(k))
+    backend, norm = backends.of_value(x), ChannelNorm(window, float(alpha), float(beta), float(k))
     lanes = x.lanes
-    y = backend.cross_channel_norm(lanes, *norm_args)
+    y = backend.cross_channel_norm(lanes, norm)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dx = backend.cross_channel_norm_dx(dy.lanes, lanes, *norm_args)
+        dx = backend.cross_channel_norm_dx(dy.lanes, lanes, norm)
         return (x.like(dx), None)[: len(needs)]
 
     return x.like(y), vjp

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpidl import backends
 from mpidl.backends.deferred import GradientWithSums
-from mpidl.backends.shapes import pool2d_shape
+from mpidl.backends.shapes import Windows, pool2d_shape
 from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
@@ -20,25 +20,6 @@ __all__ = ["average_pool2d", "global_average_pool2d", "max_pool2d"]
 PLACES = 256  # maximum number of pixels in a max pooling window: one byte stores a position
 
 
-class Windows(NamedTuple):
-    """Size and position of the windows of a pooling op, and the shape of its output.
-
-    Attributes
-    ----------
-    size, stride
-        Size and stride of the windows, each (down, across).
-    padding
-        Padding of the images, ((top, bottom), (left, right)).
-    shape
-        Output shape per image, (C, P, Q).
-    """
-
-    size: check.Pair
-    stride: check.Pair
-    padding: check.Sides
-    shape: tuple[int, ...]
-
-
 def windows(
     name: str,
     image_shape: Sequence[int],
@@ -46,8 +27,8 @@ def windows(
     stride: check.PairArgument | None,
     padding: check.PaddingArgument,
     places: int | None = None,
-) -> Windows:
-    """Check the arguments of a pooling op and convert them to Windows.
+) -> tuple[Windows, tuple[int, ...]]:
+    """Check the arguments of a pooling op; return them as Windows, and the shape of an output.
 
     Parameters
     ----------
@@ -78,7 +59,7 @@ def windows(
     shape = pool2d_shape(image_shape, size, stride, padding)
     if min(shape) < 1:
         raise ValueError(f"{name}: windows of {size} leave no output for images {image_shape}")
-    return Windows(size, stride, padding, shape)
+    return Windows(size, stride, padding), shape
 
 
 def _cotangent(x: Blocked, dx: Any, sums: Partial | None) -> Blocked:
@@ -121,13 +102,12 @@ def max_pool2d(
     gradient goes to the first of these pixels in row-major order.
     """
     check.images("max_pool2d", x, 4)
-    pools = windows("max_pool2d", x.image_shape, size, stride, padding, PLACES)
-    pool_args = pools.size, pools.stride, pools.padding
+    places, _ = windows("max_pool2d", x.image_shape, size, stride, padding, PLACES)
     backend = backends.of_value(x)
-    y, argmax = backend.max_pool2d(x.source, *pool_args)
+    y, argmax = backend.max_pool2d(x.source, places)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dx, sums = backend.max_pool2d_dx(dy.lanes, argmax, x.source, *pool_args, x.batch.tree)
+        dx, sums = backend.max_pool2d_dx(dy.lanes, argmax, x.source, places, x.batch.tree)
         return (_cotangent(x, dx, sums), None)[: len(needs)]
 
     return x.like(y), vjp
@@ -186,14 +166,13 @@ def average_pool2d(
         corresponding Q.
     """
     check.images("average_pool2d", x, 4)
-    pools = windows("average_pool2d", x.image_shape, size, stride, padding)
-    pool_args = pools.size, pools.stride, pools.padding
+    places, _ = windows("average_pool2d", x.image_shape, size, stride, padding)
     backend = backends.of_value(x)
-    y = backend.average_pool2d(x.source, *pool_args, count_padding)
+    y = backend.average_pool2d(x.source, places, count_padding)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dx, sums = backend.average_pool2d_dx(
-            dy.lanes, x.source, *pool_args, count_padding, x.batch.tree
+            dy.lanes, x.source, places, count_padding, x.batch.tree
         )
         return (_cotangent(x, dx, sums), None)[: len(needs)]
 

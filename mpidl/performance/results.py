@@ -14,7 +14,7 @@ import numpy as np
 from mpidl.errors import UserError
 from mpidl.files import reason
 from mpidl.ranks.thread_budget import SHARED_CORES
-from mpidl.report import curves, metrics
+from mpidl.report import curves, run_files
 from mpidl.training.files import checkpoint
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ def _median(values):
 
 def read_run(run: Run) -> dict[str, Any]:
     """Return the results of a finished run, with the same names as in `row_of`."""
-    summary = read_json(os.path.join(run.folder, "summary.json"))
-    path = os.path.join(run.folder, "metrics.jsonl")
-    records = metrics.read(path) if os.path.exists(path) else []
+    summary, records = run_files.read_summary(run.folder), run_files.read_records(run.folder)
     kind, curve = curve_of(records)
     lines = log_lines(run.log)
     loads = [match[1] for line in lines if (match := OTHER_LOAD.fullmatch(line))]

@@ -29,6 +29,7 @@ from mpidl.performance.results import (
     row_of,
 )
 from mpidl.ranks.thread_budget import OtherLoad
+from mpidl.report import run_files
 from mpidl.report.progress.rows import clock
 from mpidl.training.files import checkpoint
 
@@ -87,7 +88,7 @@ class Run:
 
     def is_done(self) -> bool:
         """Return whether the run has ended with a result."""
-        return os.path.exists(os.path.join(self.folder, "summary.json"))
+        return run_files.has_ended(self.folder)
 
     def command(self) -> list[str]:
         """Return the command line that starts or resumes the run."""

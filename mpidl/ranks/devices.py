@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpidl.backends.gpu.discovery import Gpu, visible
+from mpidl.backends.discovery import Gpu, visible
 from mpidl.errors import UserError
 from mpidl.text import grouped
 
@@ -67,6 +68,8 @@ def choose_device(
         if gpus is not None:
             raise UserError(f"--gpus {gpus}: expected --device gpu, found --device cpu")
         return None, []
+    if device == "gpu":
+        importlib.import_module("mpidl.backends.gpu")  # a wing, which may be missing
     if world.neighbours is None:
         ranks, position = world.allgather(find_gpus(world.host)), world.rank
     else:  # other groups of the job use the same GPUs

@@ -58,7 +58,7 @@ class ArrayFile:
         with self._deferred_errors():
             if self.problem is None and self.dataset is not None:
                 self.dataset[self.count : self.count + len(values)] = values
-            elif self.problem is None:
+            elif self.problem is None and self.file is not None:
                 self.file.write(np.ascontiguousarray(values, "<f4"))
         self.count += len(values)
 

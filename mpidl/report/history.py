@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-from mpidl.errors import UserError
-from mpidl.files import unreadable
 from mpidl.report import metrics
 from mpidl.report.curves import Columns, number
 
-FILE = "metrics.jsonl"
 VISIBLE = 0.01  # difference between accuracies, or between losses as a fraction, worth a note
 
 
@@ -194,42 +190,3 @@ class HistoryRecorder:
 
 def _is_position(value):
     return isinstance(value, int) and 0 <= value < 2**63
-
-
-def history(run: str | os.PathLike[str]) -> History:
-    """Read the history of a run from its folder.
-
-    The run may still be training. An incomplete last line of metrics.jsonl is ignored.
-
-    Parameters
-    ----------
-    run : path
-        The folder of the run, or its file metrics.jsonl.
-
-    Returns
-    -------
-    History
-
-    Raises
-    ------
-    UserError
-        If the folder does not exist or has no run, or if the file cannot be read.
-    """
-    return History.from_records(read_records(run))
-
-
-def read_records(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the records of all kinds of a run. See `history` for parameters and errors."""
-    path = os.fspath(run)
-    if os.path.isdir(path):
-        path = os.path.join(path, FILE)
-        if not os.path.exists(path):
-            raise UserError(f"{run}: expected the folder of a run, found no {FILE} in it")
-    elif not os.path.exists(path):
-        raise UserError(f"{path}: expected the folder of a run, found nothing there")
-    elif os.path.basename(path) != FILE:
-        raise UserError(f"{path}: expected the folder of a run or its {FILE}, found another file")
-    try:
-        return metrics.read(path)
-    except OSError as error:
-        raise unreadable(path, error) from error

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mpidl.errors import UserError
-from mpidl.files import open_for_reading, reason, write_whole
+from mpidl.files import json_object, open_for_reading, reason, write_whole
 
+FILE = "metrics.jsonl"
 KINDS = ("iteration", "epoch", "validation", "final_validation")
 FLUSH_SECONDS = 2.0
 
@@ -83,18 +84,11 @@ class Metrics:
         """
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, found {kind}")
-        if self.file is None:
-            return
-        record = {"kind": kind, "epoch": int(epoch), "iteration": int(iteration)}
-        record["loss"] = number(loss)
-        if accuracy is not None:
-            record["accuracy"] = number(accuracy)
-        record["learning_rate"] = number(learning_rate)
-        record["images_per_second"] = number(images_per_second)
-        record["seconds"] = number(seconds)
-        if metrics is not None:
-            record["metrics"] = {name: number(value) for name, value in metrics.items()}
-        self._append(record)
+        record: dict[str, Any] = {"kind": kind, "epoch": int(epoch), "iteration": int(iteration)}
+        record |= {"loss": loss} | ({} if accuracy is None else {"accuracy": accuracy})
+        record |= {"learning_rate": learning_rate, "images_per_second": images_per_second}
+        record |= {"seconds": seconds} | ({} if metrics is None else {"metrics": metrics})
+        self._append(finite(record))
 
     def record_ranks(self, epoch: int, iteration: int, fields: Mapping[str, Any]) -> None:
         """Append a record of how the ranks spent their time: "seconds" since the start of the run,
@@ -102,19 +96,19 @@ class Metrics:
         seconds since the last record; they add up to the elapsed time on the rank's clock. "memory"
         is the resident memory in bytes, and "device" the device.
         """
-        if self.file is not None:
-            position = {"kind": "ranks", "epoch": int(epoch), "iteration": int(iteration)}
-            self._append({**position, **fields})
+        position = {"kind": "ranks", "epoch": int(epoch), "iteration": int(iteration)}
+        self._append({**position, **fields})
 
     def record_lost(self, epoch: int, iteration: int, facts: Mapping[str, Any]) -> None:
         """Append a record of lost "ranks" and their "hosts", the number "ranks_left", and
         "seconds_lost". The position is the one from which the run continues.
         """
-        if self.file is not None:
-            position = {"kind": "lost", "epoch": int(epoch), "iteration": int(iteration)}
-            self._append({**position, **facts})
+        position = {"kind": "lost", "epoch": int(epoch), "iteration": int(iteration)}
+        self._append({**position, **facts})
 
     def _append(self, record):
+        if self.file is None:
+            return
         is_brief = record["kind"] == "iteration"
         with self._writing():
             self.file.write(json.dumps(record, allow_nan=False) + "\n")
@@ -172,16 +166,15 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Lines that are not records, such as an incomplete last line after an interruption, are skipped.
     """
-    records = []
     with open_for_reading(path) as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict) and isinstance(record.get("iteration"), int):
-                records.append(record)
-    return records
+        records = list(map(parse, file))
+    return [record for record in records if record is not None]
+
+
+def parse(line: str | bytes) -> dict[str, Any] | None:
+    """Parse a line of a metrics file. Return None if it is not a record."""
+    record = json_object(line)
+    return record if record is not None and isinstance(record.get("iteration"), int) else None
 
 
 def _position(record):

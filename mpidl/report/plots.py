@@ -5,8 +5,7 @@ import os
 from typing import Any
 
 from mpidl.files import write_whole
-from mpidl.report import metrics
-from mpidl.report.history import History
+from mpidl.report import run_files
 from mpidl.report.run_curves import curves_of
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -27,7 +26,7 @@ def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bo
         figure = new_figure(9, 6.5)
     except ImportError:
         return False
-    history = History.from_records(metrics.read(metrics_path))
+    history = run_files.history(metrics_path)
     loss_axes, accuracy_axes = figure.subplots(2, 1, sharex=True)
 
     _draw(loss_axes, curves_of(history, "loss"), "upper right")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import numpy as np
 
 from mpidl.report.history import History, Series
-from mpidl.report.svg_charts import Line, Point
+from mpidl.report.svg_charts import Line, Point, visible
 
 TRAINING, VALIDATION, FINAL = "#2c6fbb", "#c8501e", "#3c8d40"
 # {kind of record: (name, colour, style of its line)}
@@ -18,24 +18,26 @@ LINES = {
 
 
 def curves_of(history: History, field: str, factor: int = 1) -> dict[str, Line]:
-    """Return {kind: line} of the finite values of a field. A kind without values has no line.
-
-    The mean of an epoch is drawn at the middle of its iterations.
-    """
-    curves = {kind: points_of(getattr(history, kind), field, factor) for kind in LINES}
-    starts = dict(zip(history.epoch.epoch + 1, history.epoch.iteration, strict=True))
-    curves["epoch"] = [
-        ((float(starts.get(epoch, 0)) + x) / 2, y)
-        for epoch, (x, y) in zip(history.epoch.epoch, curves["epoch"], strict=True)
-    ]
-    return {
-        kind: Line(name, points, colour, style)
-        for kind, (name, colour, style) in LINES.items()
-        if (points := [point for point in curves[kind] if math.isfinite(point[1])])
-    }
+    """Return {kind: line} of the finite values of a field. A kind without values has no line."""
+    curves = {}
+    for kind, (name, colour, style) in LINES.items():
+        series = getattr(history, kind)
+        x = _middles(history) if kind == "epoch" else series.iteration
+        if points := visible(x, factor * series.as_dict()[field]):
+            curves[kind] = Line(name, points, colour, style)
+    return curves
 
 
-def points_of(series: Series, field: str, factor: int = 1) -> list[Point]:
+def points_of(series: Series, field: str) -> list[Point]:
     """Return the points (iteration, value) of a field or a metric."""
-    values = series.as_dict()[field] * factor
-    return list(zip(series.iteration.tolist(), values.tolist(), strict=True))
+    return visible(series.iteration, series.as_dict()[field])
+
+
+def _middles(history: History) -> np.ndarray:
+    """Return the middle of the iterations of each epoch, where its mean is drawn."""
+    epoch, iteration = history.epoch, history.iteration
+    starts = dict(zip(epoch.epoch + 1, epoch.iteration, strict=True))
+    numbers, first = np.unique(iteration.epoch, return_index=True)
+    starts |= dict(zip(numbers, iteration.iteration[first] - 1, strict=True))
+    ends = zip(epoch.epoch, epoch.iteration, strict=True)
+    return np.array([(starts.get(number, 0) + end) / 2 for number, end in ends])

@@ -1,4 +1,8 @@
-"""Read the files in the folder of a run, which may be finished or in progress."""
+"""Read the files in the folder of a run, which may be finished or in progress.
+
+All other modules read these files by the functions here. `metrics`, `status` and `history` define
+what is in them, and the live page reads them while they grow (`live.tail`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,9 @@ import numpy as np
 
 from mpidl.errors import UserError
 from mpidl.files import open_for_reading, open_regular, read_toml, unreadable
-from mpidl.report.history import FILE, History, read_records
+from mpidl.report import metrics
+from mpidl.report.history import History
+from mpidl.report.metrics import FILE
 from mpidl.report.status import FAILED, FINISHED, Status, parse
 from mpidl.report.status import NAME as STATUS
 
@@ -94,11 +100,11 @@ def read(folder: str) -> RunFiles:
     records = read_records(folder)
     folder = folder if os.path.isdir(folder) else os.path.dirname(folder) or os.curdir
     history = History.from_records(records)
-    summary = _read_summary(os.path.join(folder, SUMMARY))
+    summary = _known(read_summary(folder))
     confusion = _read_confusion(os.path.join(folder, CONFUSION))
-    metrics = _read_rows(os.path.join(folder, CLASS_METRICS), "a table of metrics")
+    table = _read_rows(os.path.join(folder, CLASS_METRICS), "a table of metrics")
     if not is_current(summary, max(history.iteration.iteration, default=0)):
-        summary, confusion, metrics = {}, None, []  # results from before the run was resumed
+        summary, confusion, table = {}, None, []  # results from before the run was resumed
     tables = _read_options(os.path.join(folder, OPTIONS))
     return RunFiles(
         folder=folder,
@@ -108,11 +114,75 @@ def read(folder: str) -> RunFiles:
         versions=tables.get("versions", {}),
         summary=summary,
         confusion=confusion,
-        metrics=metrics,
+        metrics=table,
         ranks=_sum_ranks([record for record in records if record.get("kind") == "ranks"]),
         status=_read_status(os.path.join(folder, STATUS)),
         written=os.path.getmtime(os.path.join(folder, FILE)),
     )
+
+
+def history(run: str | os.PathLike[str]) -> History:
+    """Read the history of a run from its folder.
+
+    The run may still be training. An incomplete last line of metrics.jsonl is ignored.
+
+    Parameters
+    ----------
+    run : path
+        The folder of the run, or its file metrics.jsonl.
+
+    Returns
+    -------
+    History
+
+    Raises
+    ------
+    UserError
+        If the folder does not exist or has no run, or if the file cannot be read.
+    """
+    return History.from_records(read_records(run))
+
+
+def read_records(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the records of all kinds of a run. See `history` for parameters and errors."""
+    path = os.fspath(run)
+    if os.path.isdir(path):
+        path = os.path.join(path, FILE)
+        if not os.path.exists(path):
+            raise UserError(f"{run}: expected the folder of a run, found no {FILE} in it")
+    elif not os.path.exists(path):
+        raise UserError(f"{path}: expected the folder of a run, found nothing there")
+    elif os.path.basename(path) != FILE:
+        raise UserError(f"{path}: expected the folder of a run or its {FILE}, found another file")
+    try:
+        return metrics.read(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def has_ended(folder: str) -> bool:
+    """Return whether a run has ended with results."""
+    return os.path.exists(os.path.join(folder, SUMMARY))
+
+
+def read_summary(folder: str) -> dict[str, Any]:
+    """Return the content of summary.json; {} if the run has not ended with results.
+
+    Raises UserError if the file cannot be read or is damaged.
+    """
+    path = os.path.join(folder, SUMMARY)
+    try:
+        with open_for_reading(path) as file:
+            summary = json.load(file)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: expected JSON, found {error}") from error
+    if not isinstance(summary, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(summary).__name__}")
+    return summary
 
 
 def folders(paths: Sequence[str]) -> list[str]:
@@ -123,6 +193,16 @@ def folders(paths: Sequence[str]) -> list[str]:
         is_sweep = trials and not os.path.exists(os.path.join(path, FILE))
         runs += sorted(map(os.path.dirname, trials)) if is_sweep else [path]
     return runs
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the shortest distinct ends of paths, such as "digits" or "a/digits"."""
+    parts = [path.strip(os.sep).split(os.sep) for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = [os.sep.join(part[-count:]) or os.sep for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path} ({i + 1})" for i, path in enumerate(paths)]
 
 
 def is_current(summary: Mapping[str, Any], last_iteration: int) -> bool:
@@ -138,18 +218,8 @@ def _read_options(path):
     return {name: table for name, table in tables.items() if isinstance(table, dict)}
 
 
-def _read_summary(path):
-    try:
-        with open_for_reading(path) as file:
-            summary = json.load(file)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: expected JSON, found {error}") from error
-    if not isinstance(summary, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(summary).__name__}")
+def _known(summary):
+    """Return the entries of summary.json to show in reports, if they have the right types."""
     numbers = {name: summary.get(name) for name in NUMBERS if _is_number(summary.get(name))}
     texts = {name: summary[name] for name in TEXTS if isinstance(summary.get(name), str)}
     return {**numbers, **texts}
@@ -205,10 +275,10 @@ def _sum_ranks(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {"device": str(device), "memory": None, **dict.fromkeys(TIMES, 0.0)} for device in devices
     ]
     for record in records:
-        lists = [record.get(name) for name in TIMES]
+        lists: list[Any] = [record.get(name) for name in TIMES]
         if record.get("device") != devices or not all(_is_row(row, len(ranks)) for row in lists):
             continue
-        memory = record.get("memory")
+        memory: Any = record.get("memory")
         for i, rank in enumerate(ranks):
             rank["memory"] = memory[i] if _is_row(memory, len(ranks)) else rank["memory"]
             for name, row in zip(TIMES, lists, strict=True):

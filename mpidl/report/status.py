@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, fields
 
-from mpidl.files import write_whole
+from mpidl.files import json_object, write_whole
 
 NAME = "status.json"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
@@ -42,11 +42,8 @@ def write(folder: str | os.PathLike[str], status: Status) -> None:
 
 def parse(content: bytes | None) -> Status | None:
     """Parse the content of status.json. Return None if it is not a valid status."""
-    try:
-        values = json.loads(content or b"")
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(values, dict):
+    values = json_object(content)
+    if values is None:
         return None
     values = {name: values[name] for name in TYPES if name in values}
     if not all(isinstance(x, TYPES[name]) and _is_valid(x) for name, x in values.items()):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
 
 from mpidl.report.elements import element
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 SIZE = 720, 270  # pixels of a chart
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40  # margins in pixels
-MAX_POINTS = 600  # points of a line, a multiple of 4; more points would not be visible
+MAX_POINTS = 600  # points of a line; more points would not be visible
 MAX_MARKS = 60  # maximum number of marks; a line with more points has no marks
 LOG_RATIO = 20  # above this ratio of the largest to the smallest value, an axis is logarithmic
 # These colours are distinguishable with colour blindness and on paper.
@@ -28,40 +30,6 @@ STYLES: dict[str, tuple[dict[str, str], str]] = {
 ENTRY = "display: inline-block; width: 20px; margin: 0 6px 4px 16px; border-top: "
 
 Point: TypeAlias = tuple[float, float]
-
-
-class Curve:
-    """The points of a growing line, reduced to at most MAX_POINTS points that keep its extremes.
-
-    A long line is divided into parts of equal length. Each part keeps its lowest and its highest
-    point.
-    """
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[Point, Point]] = []  # the lowest and the highest point of each part
-        self._count, self._size = 0, 1  # points so far, and points per part
-
-    def add(self, x: float, y: float) -> None:
-        """Append a point."""
-        part = (x, y), (x, y)
-        if self._count % self._size:
-            self._parts[-1] = _merged(self._parts[-1], part)
-        else:
-            if len(self._parts) == MAX_POINTS // 2:
-                pairs = zip(self._parts[::2], self._parts[1::2], strict=True)
-                self._parts, self._size = [_merged(*pair) for pair in pairs], 2 * self._size
-            self._parts.append(part)
-        self._count += 1
-
-    def __iter__(self) -> Iterator[Point]:
-        for part in self._parts:
-            yield from sorted(set(part))
-
-
-def _merged(part, following):
-    """Return the lowest and the highest point of two parts."""
-    points = *part, *following
-    return min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
 
 
 class Line(NamedTuple):
@@ -89,7 +57,8 @@ def chart(
     if the values differ by more than a factor of 20. `unit` follows its numbers. `ends` are the
     largest values of the two axes; None selects the largest value in the data.
     """
-    lines = [line._replace(points=_visible(line.points)) for line in lines]
+    columns = [np.array(line.points, float).reshape(-1, 2).T for line in lines]
+    lines = [line._replace(points=visible(*xy)) for line, xy in zip(lines, columns, strict=True)]
     lines = [line for line in lines if line.points]
     if not lines:
         return element("p", f"{title}: no numbers yet", class_="none")
@@ -151,15 +120,19 @@ class _Axes:
         return self.size[1] - BOTTOM - fraction * (self.size[1] - TOP - BOTTOM)
 
 
-def _visible(points):
-    """Return the finite points, at most MAX_POINTS."""
-    points = [point for point in points if math.isfinite(point[1])]
-    if len(points) <= MAX_POINTS:
-        return points
-    curve = Curve()
-    for point in points:
-        curve.add(*point)
-    return list(curve)
+def visible(x: np.ndarray, y: np.ndarray) -> list[Point]:
+    """Return the points with finite y, reduced to at most MAX_POINTS that keep the extremes.
+
+    A long line is divided into parts of equal length. Each part keeps its lowest and its highest
+    point.
+    """
+    points = np.stack([x, y], axis=1)[np.isfinite(y)]
+    if len(points) > MAX_POINTS:
+        size = -(-len(points) // (MAX_POINTS // 2))
+        parts = [(start, points[start : start + size, 1]) for start in range(0, len(points), size)]
+        rows = {start + int(i) for start, part in parts for i in (part.argmin(), part.argmax())}
+        points = points[sorted(rows)]
+    return [(x, y) for x, y in points.tolist()]
 
 
 def _draw(line, axes, name):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidl import phases
-from mpidl.phases import SPAN, Seconds
+from mpidl.phases import Seconds
 from mpidl.report.trace_file import RankSpans
 from mpidl.text import aligned
 
@@ -45,7 +45,7 @@ def coverage(rank: RankSpans) -> float:
     """
     iterations, spans = rank.select(phases.ITERATIONS), rank.select(phases.MAIN)
     steps = [number for number, (_, _, name) in enumerate(rank.labels) if name == STEP]
-    spans = np.sort(spans[~np.isin(spans["label"], steps)], order="start")
+    spans = spans[~np.isin(spans["label"], steps)]
     if not len(iterations) or not len(spans):
         return 0.0
     # Points of the function "nanoseconds covered before time t", which is linear between them.
@@ -68,28 +68,22 @@ def largest_wait(ranks: Sequence[RankSpans]) -> Wait | None:
 
     If there are several iterations, the first one is ignored, because it includes warm-up.
     """
-    longest: tuple[int, int, np.void] | None = None
+    found: list[tuple[int, int, int, np.void]] = []  # duration, rank, iteration and wait
     for number, rank in enumerate(ranks):
-        waits = rank.select(phases.MAIN, "wait")
-        iterations = np.sort(rank.select(phases.ITERATIONS), order="start")
+        waits, iterations = rank.select(phases.MAIN, "wait"), rank.select(phases.ITERATIONS)
         first = iterations["size"][0] if len(iterations) > 1 else 0
-        waits = waits[_iteration_of(waits, iterations) > first]
+        in_iteration = _iteration_of(waits, iterations)
+        waits, in_iteration = waits[in_iteration > first], in_iteration[in_iteration > first]
         if len(waits):
-            wait = waits[np.argmax(waits["end"] - waits["start"])]
-            duration = int(wait["end"] - wait["start"])
-            if longest is None or duration > longest[0]:
-                longest = duration, number, wait
-    if longest is None:
+            durations = waits["end"] - waits["start"]
+            i = int(np.argmax(durations))
+            found.append((int(durations[i]), number, int(in_iteration[i]), waits[i]))
+    if not found:
         return None
-    duration, number, wait = longest
-    rank = ranks[number]
-    iterations = np.sort(rank.select(phases.ITERATIONS), order="start")
-    iteration = int(_iteration_of(np.array([wait], SPAN), iterations)[0])
-    operation = rank.name(wait)
-    place = _place(rank, wait)
-    return Wait(
-        number, duration / 1e9, iteration, operation, place, _last_rank(ranks, number, wait)
-    )
+    duration, number, iteration, wait = max(found, key=lambda candidate: candidate[0])
+    operation, place = ranks[number].name(wait), _place(ranks[number], wait)
+    last_rank = _last_rank(ranks, number, wait)
+    return Wait(number, duration / 1e9, iteration, operation, place, last_rank)
 
 
 def _iteration_of(spans, iterations):
@@ -115,11 +109,10 @@ def _last_rank(ranks, number, wait):
     operation, key, starts = ranks[number].name(wait), None, {}
     for other in (number, *(rank for rank in range(len(ranks)) if rank != number)):
         rank = ranks[other]
-        iterations = np.sort(rank.select(phases.ITERATIONS), order="start")
-        waits = np.sort(rank.select(phases.MAIN, "wait"), order="start")
+        waits = rank.select(phases.MAIN, "wait")
         labels = [i for i, label in enumerate(rank.labels) if label[2] == operation]
         waits = waits[np.isin(waits["label"], labels)]
-        in_iteration = _iteration_of(waits, iterations)
+        in_iteration = _iteration_of(waits, rank.select(phases.ITERATIONS))
         if key is None:  # the iteration, and the number of the operation within it
             position = int(np.nonzero(waits["start"] == wait["start"])[0][0])
             iteration = in_iteration[position]

@@ -38,13 +38,13 @@ class RankSpans(NamedTuple):
     is_full: bool  # whether spans are missing because the memory for spans was full
 
     def select(self, track: str, *categories: str) -> np.ndarray:
-        """Return the spans of a track in the given categories, or all spans of the track."""
+        """Return the spans of a track by their start, of all or of the given categories."""
         numbers = [
             number
             for number, (name, category, _) in enumerate(self.labels)
             if name == track and (not categories or category in categories)
         ]
-        return self.spans[np.isin(self.spans["label"], numbers)]
+        return np.sort(self.spans[np.isin(self.spans["label"], numbers)], order="start")
 
     def name(self, span: np.void) -> str:
         """Return the name of a span."""

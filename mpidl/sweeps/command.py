@@ -21,7 +21,7 @@ from mpidl.sweeps import sweep_table as report
 from mpidl.sweeps.trial_folder import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, TrialFolder
 from mpidl.text import printable
 from mpidl.training.files import checkpoint
-from mpidl.training.files.run_lock import RunLock
+from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.options import training_options
 
 EXIT_CODES = """\
@@ -54,9 +54,9 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.switch("--table", "Write and print the table, without training")
     parser.switch("--retry-failed", "Train failed trials again")
     parsed = parser.parse(argv)
-    modes = ("--trial", parsed.trial), ("--table", parsed.table or None)
-    modes += (("--ranks-per-model", parsed.ranks_per_model),)
-    used = [flag for flag, value in modes if value is not None]
+    modes = {"--trial": parsed.trial, "--table": parsed.table}
+    modes |= {"--ranks-per-model": parsed.ranks_per_model}
+    used = [flag for flag, value in modes.items() if value]
     if parsed.table and parsed.retry_failed:
         used = ["--table", "--retry-failed"]
     if len(used) > 1:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = parsed.ranks_per_model or (world.size if parsed.trial else 1)
         group = Group(world, size, "--ranks-per-model")
         on_rank_0(world, command.check)
-        with RunLock(world) as lock:
+        with FolderLock(world) as lock:
             if parsed.trial is None:  # with --trial, other jobs may train other trials
                 lock.take(command.out, "--out {}")
             code = command.run(group, signals)
@@ -204,7 +204,7 @@ class Command:
         """Train a trial on a group; return the exit code that mpidl.train would return."""
 
         def train_alone(world):
-            with RunLock(world) as lock:
+            with FolderLock(world) as lock:
                 lock.take(folder.path, "{}")
                 typed = on_rank_0(world, lambda: self._prepare(group, folder))
                 # A stop file ends only this trial. A signal also reaches the outer `Signals`.
@@ -298,8 +298,8 @@ class Command:
         for row, folder in zip(rows, self.all, strict=True):
             if row["state"] == FAILED:
                 print(f"Failed: {folder.name}: {printable(str(row['error']))}")
-        if self.sweep.folds:
-            self._finish_folds(rows, varied)
+        if folds := self.sweep.folds:
+            self._finish_folds(rows, varied, folds)
         elif (choice := report.best_of(rows)) is not None:
             path = printable(self.all[choice[0]["trial"] - 1].path)
             print(f"Best: {path}, {report.describe_score(*choice)}")
@@ -310,9 +310,8 @@ class Command:
         pictures = f", {report.PNG}" if has_picture else ""
         print(f"Table: {printable(os.path.join(self.out, report.CSV))}{pictures}", flush=True)
 
-    def _finish_folds(self, rows, varied):
+    def _finish_folds(self, rows, varied, folds):
         """Write folds.csv, and print the mean scores over the folds and the best setting."""
-        folds = self.sweep.folds
         summaries = report.fold_rows(rows, varied, folds)
         report.write_folds(self.out, summaries)
         print(f"\nMean over {folds} folds ± standard deviation:")

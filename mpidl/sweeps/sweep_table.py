@@ -13,6 +13,7 @@ from mpidl.files import sync_folder, write_whole
 from mpidl.report import plots, run_curves
 from mpidl.report.progress.rows import clock
 from mpidl.report.progress.terminal import terminal_width
+from mpidl.text import aligned
 
 CSV, PNG, FOLDS_CSV = "table.csv", "table.png", "folds.csv"
 RESULTS = """
@@ -93,7 +94,7 @@ def fold_rows(rows: Sequence[Row], varied: Sequence[str], folds: int) -> list[Ro
     for first in range(0, len(rows), folds):
         group = rows[first : first + folds]
         complete = [row for row in group if row["state"] == "done"]
-        summary = {"trials": f"{group[0]['trial']}-{group[-1]['trial']}"}
+        summary: Row = {"trials": f"{group[0]['trial']}-{group[-1]['trial']}"}
         summary |= {name: group[0].get(name) for name in varied if name != "fold"}
         summary["done"] = len(complete)
         for name in SCORES:
@@ -153,24 +154,18 @@ def describe_score(row: Row, score: str) -> str:
 
 def _lines(rows, columns):
     """Return the lines of a table of `rows` with the given columns."""
-    import rich.box
-    import rich.console
-    import rich.table
-
-    box = rich.box.SIMPLE_HEAD
-    table = rich.table.Table(box=box, pad_edge=False, padding=(0, 0, 0, 1))
-    for name in columns:
-        is_text = name == "state" or any(isinstance(row.get(name), str) for row in rows)
-        header = {"seconds": "time"}.get(name, name.replace("_", "\n"))
-        table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(cell(name, row.get(name), digits=4) for name in columns))
-    # At a smaller width, rich would cut values. The terminal wraps lines that are too long.
-    console = rich.console.Console(file=sys.stdout, width=10_000, color_system=None)
-    with console.capture() as text:
-        console.print(table, markup=False, highlight=False)
-    lines = (line.rstrip().removeprefix(" ") for line in text.get().splitlines())
-    return [line for line in lines if line]
+    titles = [name.replace("seconds", "time").split("_") for name in columns]
+    height = max(map(len, titles))
+    heads = zip(*([""] * (height - len(title)) + title for title in titles), strict=True)
+    cells = [[cell(name, row.get(name), digits=4) for name in columns] for row in rows]
+    texts = {
+        i
+        for i, name in enumerate(columns)
+        if name == "state" or any(isinstance(row.get(name), str) for row in rows)
+    }
+    lines = aligned([*heads, *cells], left=texts)
+    lines.insert(height, "─" * max(map(len, lines)))
+    return lines
 
 
 def shown_scores(rows: Sequence[Row]) -> list[str]:
@@ -211,7 +206,7 @@ def draw(folder: str, rows: Sequence[Row], varied: Sequence[str]) -> bool:
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     factor = 100 if score.endswith("accuracy") else 1
     for axes, name in zip(panels, names, strict=True):
-        values = [row.get(name) for row in scored]
+        values: list[Any] = [row.get(name) for row in scored]
         is_number = all(isinstance(value, int | float) for value in values)
         values = values if is_number else [str(value) for value in values]
         axes.scatter(

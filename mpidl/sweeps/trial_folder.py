@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mpidl.errors import UserError
-from mpidl.files import reason, write_whole
+from mpidl.files import json_object, reason, write_whole
+from mpidl.report import run_files
 from mpidl.sweeps.sweep_file import Sweep, changed_options
 from mpidl.training.files import checkpoint
 
-RECORD, LOG, SUMMARY = "trial.json", "console.log", "summary.json"
+RECORD, LOG = "trial.json", "console.log"
 WAITING, RUNNING, COMPLETE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
 STATES = (WAITING, RUNNING, COMPLETE, FAILED, STOPPED)
 # Columns of the table whose values are in summary.json; "seconds" is called "train_seconds" there.
@@ -52,7 +53,9 @@ class TrialFolder(NamedTuple):
     def row(self) -> dict[str, Any]:
         """Return the row of the trial in the table of the sweep, without the options."""
         record, state = self._record(), self.state()
-        summary = _read_json(os.path.join(self.path, SUMMARY)) if state == COMPLETE else {}
+        summary: dict[str, Any] = {}
+        with contextlib.suppress(UserError):  # a damaged file leaves the row without results
+            summary = run_files.read_summary(self.path) if state == COMPLETE else {}
         summary |= {"seconds": summary.get("train_seconds")}
         figures = {name: summary.get(name) for name in FIGURES}
         error = record.get("error") if state == FAILED else None
@@ -98,7 +101,11 @@ class TrialFolder(NamedTuple):
 
     def _record(self):
         """Return the content of trial.json; {} if the file is missing or damaged."""
-        record = _read_json(os.path.join(self.path, RECORD))
+        try:
+            with open(os.path.join(self.path, RECORD), "rb") as file:
+                record = json_object(file.read()) or {}
+        except OSError:
+            return {}
         is_valid = isinstance(record.get("options", {}), dict) and record.get("state") in STATES
         return record if is_valid else {}
 
@@ -109,13 +116,3 @@ def folders_of(sweep: Sweep, out: str) -> list[TrialFolder]:
         TrialFolder(os.path.join(out, f"trial-{i + 1:03}"), i + 1, sweep.options(i))
         for i in range(len(sweep.trials))
     ]
-
-
-def _read_json(path):
-    """Return the content of a JSON file; {} if it holds no object or cannot be read."""
-    try:
-        with open(path) as file:
-            content = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

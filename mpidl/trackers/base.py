@@ -18,6 +18,7 @@ from mpidl.files import on_rank_0
 from mpidl.losses import has_class_scores
 from mpidl.ranks.world import World
 from mpidl.report import confusion
+from mpidl.report.run_files import CONFUSION, OPTIONS, SUMMARY
 from mpidl.report.status import FAILED, FINISHED, STOPPED
 from mpidl.trackers import records
 from mpidl.trackers.records import Histogram
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from mpidl.training.trainer import Trainer
 
 # Files of a run that trackers copy at the end of the run.
-FILES = ("options.toml", "summary.json", "confusion.csv", "progress.png", "model.h5")
+FILES = (OPTIONS, SUMMARY, CONFUSION, "progress.png", "model.h5")
 
 
 class Tracker:

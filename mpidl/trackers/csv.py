@@ -39,7 +39,7 @@ class CSVHook(Tracker):
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         super().__init__()
-        self.path = None if path is None else os.fspath(path)
+        self.path = "" if path is None else os.fspath(path)
 
     @classmethod
     def written(cls, folder: str) -> list[str]:
@@ -48,7 +48,7 @@ class CSVHook(Tracker):
 
     def open(self, trainer: Trainer) -> None:
         """Create the file, or remove the rows that a resumed run will write again."""
-        if self.path is None:
+        if not self.path:
             self.path = os.path.join(folder_of_run(trainer, "--track csv"), NAME)
         iteration = trainer.position.iteration
         with writing(self.path):

@@ -40,7 +40,7 @@ class TensorBoardHook(Tracker):
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         super().__init__()
         need("tensorboardX", "tensorboard")
-        self.folder = None if folder is None else os.fspath(folder)
+        self.folder = "" if folder is None else os.fspath(folder)
 
     @classmethod
     def written(cls, folder: str) -> list[str]:
@@ -59,7 +59,7 @@ class TensorBoardHook(Tracker):
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        if self.folder is None:
+        if not self.folder:
             self.folder = os.path.join(folder_of_run(trainer, "--tensorboard"), FOLDER)
         self._first = trainer.position.iteration
         self._event, self._summary, self._text = event_pb2.Event, summary_pb2.Summary, summary.text

@@ -54,7 +54,8 @@ def population_state(
     keys = [(f"{layer.name}.mean", f"{layer.name}.variance") for layer in norms]
     measuring = _measuring_copy(net)
     blank = {name: _blank(net.state[name]) for pair in keys for name in pair}
-    totals, image_count = None, 0
+    totals: list[np.ndarray] = []
+    image_count = 0
     for images, _ in agreed(queue.epoch(0), world, signals):
         measuring.state = {**net.state, **blank}
         measuring(images)
@@ -69,10 +70,8 @@ def population_state(
                 [np.asarray(measuring.state[name], np.float64) for name in pair] for pair in keys
             )
         ]
-        if totals is None:
-            totals = moments
-        else:
-            totals = [merge_moments(*pair) for pair in zip(totals, moments, strict=True)]
+        merged = [merge_moments(*pair) for pair in zip(totals, moments, strict=bool(totals))]
+        totals = merged or moments
     if signals is not None and signals.agreed:
         return None
     state = {name: np.asarray(a) for name, a in net.state.items()}

@@ -33,13 +33,14 @@ def open_page(world: World, port: int | None, option: str) -> Address | None:
     """
 
     def listen():
+        if port is None or world.rank:
+            return None
         from mpidl.report.live import address
 
         address.need_bokeh(option)
         return address.listen(port=port, option=option)
 
-    has_page = world.rank == 0 and port is not None
-    return call_together(world, listen if has_page else lambda: None)
+    return call_together(world, listen)
 
 
 @contextlib.contextmanager

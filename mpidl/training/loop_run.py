@@ -14,8 +14,9 @@ from mpidl.ranks.world import World
 from mpidl.report import stop_file
 from mpidl.report.loop_records import LoopRecords
 from mpidl.training import live_page, status_hooks
-from mpidl.training.files.run_folder import RECORD, RunFolder, RunWriter
-from mpidl.training.files.run_lock import RunLock
+from mpidl.training.files.folder_lock import FolderLock
+from mpidl.training.files.run_folder import RECORD, RunWriter
+from mpidl.training.session import Session
 
 
 @contextlib.contextmanager
@@ -72,14 +73,14 @@ def report_to(
     for name, value in (("epochs", epochs), ("iterations", iterations), ("monitor", monitor or 0)):
         if not isinstance(value, int) or value < 0:
             raise UserError(f"report_to: {name} must be a whole number, found {value!r}")
-    with RunLock(world) as lock, _signals_of(world) as signals, contextlib.ExitStack() as opened:
+    with FolderLock(world) as lock, _signals_of(world) as signals, contextlib.ExitStack() as opened:
         page = live_page.open_page(world, monitor, "monitor")
         if page is not None:
             opened.enter_context(contextlib.closing(page.listener))
-        folder = RunFolder(out, None, overwrite, world, lock)
+        session = Session(world, lock, out, overwrite=overwrite)
         if signals.look is not None:
             raise UserError("report_to: expected one block at a time, found a block in another one")
-        writer = RunWriter(folder, world)
+        writer = RunWriter(session)
         status_hook = status_hooks.StatusHook(out, world, lock)
         status_hook.status.epochs, status_hook.status.iterations = epochs, iterations
         status_hook.status.iterations_per_epoch = iterations // epochs if epochs else 0

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl.evaluation.validation import BEST
+from mpidl.report.metrics import Metrics
 from mpidl.training import skipped_images
 from mpidl.training.files import run_state
 
 if TYPE_CHECKING:
-    from mpidl.ranks.failure import Signals
     from mpidl.ranks.world import LostRank, World
-    from mpidl.report import Console
-    from mpidl.training.files.run_lock import RunLock
     from mpidl.training.options.training_options import TrainingOptions
     from mpidl.training.progress import Result
+    from mpidl.training.session import Session
     from mpidl.training.trainer import Trainer
 
 
@@ -44,29 +40,16 @@ def describe(lost: Sequence[LostRank], world: World) -> str:
     return f"warning: {names} {verb} lost: {left}"
 
 
-def restart_test(
-    world: World, console: Console, signals: Signals, lock: RunLock, result: Result
-) -> None:
+def restart_test(session: Session, result: Result) -> None:
     """After ranks were lost during the test, prepare to repeat it and print a line. Collective.
 
-    Parameters
-    ----------
-    world : World
-        The remaining ranks.
-    console : Console
-        The console of the run.
-    signals : Signals
-        The stop requests of this rank. The function resets `agreed`, so the remaining ranks must
-        agree on a stop again.
-    lock : RunLock
-        The lock of the run's folder.
-    result : Result
-        The result of the training run, including the number of ranks lost before the test.
+    `result` is that of the training, with the number of ranks lost before the test.
     """
+    world, console = session.world, session.console
     if world.rank == 0:
         console.take_over()
-    signals.agreed = False
-    lock.take_over()
+    session.signals.agreed = False  # the remaining ranks must agree on a stop again
+    session.lock.take_over()
     lost = world.lost_ranks[result.lost_ranks :]
     console.line(f"{describe(lost, world)} with the test, which starts again")
 
@@ -109,12 +92,7 @@ class IterationStart:
         """Copy the current state, which all ranks have reached, unless it was copied already."""
         if not self._is_reached:
             return
-        tables, facts = run_state.progress(trainer)
-        for table, arrays in tables.items():
-            if table not in BEST:  # arrays of the best network are never changed in place
-                tables[table] = _copy_into(self._arrays.get(table, {}), arrays)
-        self._arrays = tables
-        self._facts = {"position": asdict(trainer.position), **copy.deepcopy(facts)}
+        self._arrays, self._facts = run_state.snapshot(trainer, self._arrays)
         self._is_reached, self._kept_number, self._kept_time = False, self._number, self._time
 
     def restore(self, trainer: Trainer) -> None:
@@ -141,20 +119,8 @@ class IterationStart:
         self.losses += len(lost)
         facts = {"ranks": [rank for rank, _ in lost], "hosts": [host for _, host in lost]}
         facts |= {"ranks_left": world.size, "seconds_lost": round(repeated_seconds + seconds, 3)}
-        trainer.writer.record_lost(position.epoch, position.iteration, facts)
+        trainer.writer.add(Metrics.record_lost, position.epoch, position.iteration, facts)
         trainer.console.line(
             f"{describe(lost, world)} after iteration {position.iteration}; time lost: "
             f"{repeated_seconds:.2f} s of work to repeat and {seconds:.2f} s to restore the state"
         )
-
-
-def _copy_into(copies, arrays):
-    """Return copies of arrays by name; reuse the memory of `copies` if all shapes are equal.
-
-    Copies are necessary because the optimizer overwrites arrays in place.
-    """
-    if {k: a.shape for k, a in copies.items()} != {k: np.shape(a) for k, a in arrays.items()}:
-        return {name: np.array(array) for name, array in arrays.items()}
-    for name, array in arrays.items():
-        np.copyto(copies[name], array)
-    return copies

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpidl import phases
 from mpidl.data import partition
+from mpidl.report.metrics import Metrics
 from mpidl.training.late_ranks import LateRanks
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class RankTimesHook:
             }
             fields = {"seconds": trainer.position.seconds, **times}
             fields |= {"memory": [nbytes for _, nbytes in ranks], "device": self.devices}
-            trainer.writer.record_ranks(epoch, self.recorded, fields)
+            trainer.writer.add(Metrics.record_ranks, epoch, self.recorded, fields)
 
     def _judge(self, times, trainer):
         """Add an interval to the statistics about late ranks."""

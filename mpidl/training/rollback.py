@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,10 +34,8 @@ class Rollback:
     def keep(self, trainer: Trainer) -> None:
         """Keep the current state; raise NotFinite if an array is not finite. Collective."""
         trainer.wait()
-        tables, facts = run_state.progress(trainer)
-        trainer.check_finite(tables)
-        self.arrays = run_state.copied(tables)
-        self.facts = {"position": asdict(trainer.position), **copy.deepcopy(facts)}
+        trainer.check_finite(run_state.progress(trainer)[0])
+        self.arrays, self.facts = run_state.snapshot(trainer, {})
 
     def load(self, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Keep the earlier state stored in a checkpoint, if there is one."""

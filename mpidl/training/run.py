@@ -37,14 +37,12 @@ if TYPE_CHECKING:
     from mpidl.data.datastore import Datastore
     from mpidl.nn import Network
     from mpidl.ranks.failure import Signals
-    from mpidl.ranks.world import World
-    from mpidl.report import Console
     from mpidl.report.history import History
-    from mpidl.training.files.run_folder import RunFolder
     from mpidl.training.gpu_step import GPUStep
     from mpidl.training.optimizers import Optimizer
     from mpidl.training.optimizers.checks import CustomOptimizer
     from mpidl.training.options.training_options import TrainingOptions
+    from mpidl.training.session import Session
     from mpidl.training.steps import EagerStep, StepResult
 
 
@@ -55,8 +53,8 @@ class Run:
 
     Parameters
     ----------
-    folder : RunFolder
-        The results folder.
+    session : Session
+        The ranks, the folder and the checkpoint, the console and the requests to stop.
     spec : list or None
         Description of the transforms of an optimizer that the caller of `train` passed. A resumed
         run must have the same description. None if the options describe the optimizer.
@@ -102,16 +100,15 @@ class Run:
         net: Network,
         datastore: Datastore,
         options: TrainingOptions,
-        world: World,
-        folder: RunFolder,
-        console: Console,
+        session: Session,
         optimizer: Optimizer | CustomOptimizer,
         spec: list[Any] | None,
         hooks: Iterable[object],
-        signals: Signals,
     ) -> None:
-        self.net, self.options, self.world, self.signals = net, options, world, signals
-        self.console, self.optimizer, self.optimizer_spec = console, optimizer, spec
+        self.net, self.options, self.optimizer, self.optimizer_spec = net, options, optimizer, spec
+        self.session, self.world, self.console = session, session.world, session.console
+        self.signals = session.signals
+        world = self.world
         self.average = WeightAverage(options, optimizer)
         self.stopped: str | None = None
         self.facts: dict[str, Any] = {}
@@ -126,33 +123,22 @@ class Run:
         self.rollback = hook_classes.rollback_of(options)
         net.batchnorm = options.batchnorm
         self.initial_state = {name: np.array(a) for name, a in net.state.items()}
-        is_resumed = folder.resume is not None
+        is_resumed = session.checkpoint is not None
         if is_resumed:
-            run_state.restore(self, *folder.resume)
+            run_state.restore(self, *session.checkpoint)
             if self.rollback is not None:
-                self.rollback.load(*folder.resume)
-        queue_options = self._prepare_input(folder.resume[0] if is_resumed else None, load)
+                self.rollback.load(*session.checkpoint)
+        queue_options = self._prepare_input(session.checkpoint[0] if is_resumed else None, load)
         balancer = hook_classes.balancer_of(options, world)
         self.queue: MinibatchQueue
         self.step: EagerStep | GPUStep
-        self._make_step = functools.partial(
-            make_step,
-            net=net,
-            optimizer=optimizer,
-            options=options,
-            loss=self.loss,
-            world=world,
-            datastore=self.datastore,
-            queue_options=queue_options,
-            balancer=balancer,
-            advice=folder.advice,
-        )
+        self._make_step = functools.partial(make_step, self, queue_options, balancer)
         self.queue, self.step = self._make_step()
         self._per_epoch = len(self.queue)  # `finalize_network` replaces the queue
         self.start_time = time.monotonic() - self.position.seconds
         if is_resumed and self.position.iteration:
             optimizer.learning_rate = self.learning_rate(self.position.iteration)
-        self.writer = RunWriter(folder, world, self._cut() if is_resumed else None)
+        self.writer = RunWriter(session, self._cut() if is_resumed else None)
         self.writer.recorder.reserve(self.total_iterations)
         self.hooks = hook_classes.of_run(hooks, options, balancer, self.rollback)
         self.iteration_start = lost_ranks.IterationStart(world)
@@ -443,7 +429,7 @@ class Run:
             self.step.close()  # a recorded step still includes the lost ranks
         # Create a new queue, because measured shares include the shares of lost ranks.
         self.queue, _ = self._make_step()
-        self.writer.folder.lock.take_over()
+        self.session.lock.take_over()
         self.rewind_records()
         if self.world.rank == 0:
             self.console.take_over()

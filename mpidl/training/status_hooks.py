@@ -15,7 +15,7 @@ from mpidl.files import call_together
 from mpidl.ranks import survival
 from mpidl.report import status, stop_file
 from mpidl.training.files import lock_file
-from mpidl.training.files.run_lock import RunLock
+from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.progress import EpochSummary
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def watched(
-    folder: str | os.PathLike[str] | None, world: World, signals: Signals, lock: RunLock
+    folder: str | os.PathLike[str] | None, world: World, signals: Signals, lock: FolderLock
 ) -> Iterator[None]:
     """Within the block, let the file `stop` end the run as a signal does.
 
@@ -44,52 +44,35 @@ def watched(
         The ranks of the run.
     signals : Signals
         The requests to stop the run.
-    lock : RunLock
+    lock : FolderLock
         The lock of the folder.
     """
     if folder is None or signals.look is not None:
         yield
         return
-    file = StopFile(folder, world)
-    file.remove()
-    signals.look = lambda: lock_file.NAME if lock.is_lost else file.look()
+    look_time = -math.inf
+
+    def look():
+        nonlocal look_time
+        if lock.is_lost:
+            return lock_file.NAME
+        now = time.monotonic()
+        if world.rank or now - look_time < stop_file.SECONDS:
+            return None
+        look_time = now
+        return stop_file.REASON if stop_file.read(folder) == stop_file.NOW else None
+
+    def remove():
+        if world.rank == 0 and not lock.is_lost:
+            stop_file.remove(folder)
+
+    remove()
+    signals.look = look
     try:
         yield
     finally:
         signals.look = None
-        if not lock.is_lost:
-            file.remove()
-
-
-class StopFile:
-    """The file `stop` in the folder of a run.
-
-    Parameters
-    ----------
-    folder : path
-        Folder of the run.
-    world : World
-        The ranks of the run. The methods do nothing on ranks other than 0.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], world: World) -> None:
-        self.folder, self.world, self.look_time = folder, world, -math.inf
-
-    def remove(self) -> None:
-        """Remove the file."""
-        if self.world.rank == 0:
-            stop_file.remove(self.folder)
-
-    def look(self) -> str | None:
-        """Return a reason if the file requests an immediate stop, else None.
-
-        The file is read at most once per `stop_file.SECONDS`.
-        """
-        now = time.monotonic()
-        if self.world.rank or now - self.look_time < stop_file.SECONDS:
-            return None
-        self.look_time = now
-        return stop_file.REASON if stop_file.read(self.folder) == stop_file.NOW else None
+        remove()
 
 
 def stop_after_epoch(folder: str | os.PathLike[str], signals: Signals) -> None:
@@ -120,7 +103,7 @@ class StatusHook:
         Folder of the run.
     world : World
         The ranks of the run.
-    lock : RunLock
+    lock : FolderLock
         The lock of the folder.
 
     Attributes
@@ -129,7 +112,7 @@ class StatusHook:
         The content of the file.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], world: World, lock: RunLock) -> None:
+    def __init__(self, folder: str | os.PathLike[str], world: World, lock: FolderLock) -> None:
         self.folder, self.world, self.lock = folder, world, lock
         self.status = status.Status()
 
@@ -177,7 +160,7 @@ class StatusHook:
 
 
 def of_run(
-    hooks: Iterable[object], folder: str | os.PathLike[str] | None, world: World, lock: RunLock
+    hooks: Iterable[object], folder: str | os.PathLike[str] | None, world: World, lock: FolderLock
 ) -> StatusHook | None:
     """Return a StatusHook, or None if the run has no folder or `hooks` contains a StatusHook."""
     if folder is None or any(isinstance(hook, StatusHook) for hook in hooks):

@@ -8,15 +8,15 @@ from mpidl.errors import UserError
 from mpidl.training.steps import EagerStep
 
 
-def make_step(net, optimizer, options, loss, world, datastore, queue_options, balancer, advice):
-    """Create the mini-batch queue and the training step for the device of `world`; return both.
+def make_step(run, queue_options, balancer):
+    """Create the mini-batch queue and the training step for the device of a `Run`; return both.
 
-    `loss` is what `TrainingOptions.loss_for` returns. `queue_options` are the arguments of
-    `MinibatchQueue` other than datastore, batch size, seed, world and shuffling. `balancer`, a
-    LoadBalancer, measures each rank's time per block; None if the shares are fixed.
-    `advice(learning_rate)` returns advice for the error message about a loss that is not finite.
-    Raise UserError if an option or the optimizer does not work on a GPU.
+    `queue_options` are the arguments of `MinibatchQueue` other than datastore, batch size, seed,
+    world and shuffling. `balancer`, a LoadBalancer, measures each rank's time per block; None if
+    the shares are fixed. Raise UserError if an option or the optimizer does not work on a GPU.
     """
+    net, optimizer, loss, options = run.net, run.optimizer, run.loss, run.options
+    datastore, world, advice = run.datastore, run.world, run.session.advice
     arguments = datastore, options.batch_size, options.seed, world, options.shuffle
     labels_per_image = losses.labels_per_image(net, datastore)
     if options.accumulate > 1:

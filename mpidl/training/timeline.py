@@ -98,7 +98,7 @@ class TimelineHook:
             is_full=stored.is_full,
         )
         ranks = world.gather(rank_spans)
-        if ranks is not None and not trainer.writer.folder.lock.is_lost:
+        if ranks is not None and not trainer.session.lock.is_lost:
             for line in self._write(trainer, ranks, offsets):
                 trainer.console.line(line)
 

@@ -1,4 +1,4 @@
-"""Define `dl.train`, which prepares a training run and hands it to a `Trainer`."""
+"""Define `dl.train`, which checks its arguments and trains in a `Session`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mpidl import backends
 from mpidl.data.array_datastore import Arrays, as_datastore
-from mpidl.data.checks import empty_classes_warning
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.evaluation.validation import held_out
@@ -20,15 +18,14 @@ from mpidl.nn.network_check import need_network
 from mpidl.ranks.failure import Signals
 from mpidl.ranks.world import World
 from mpidl.report import Console
-from mpidl.training import hooks as hook_classes
-from mpidl.training import input_pipeline, lost_ranks, status_hooks, tracking
-from mpidl.training.files.run_folder import RunFolder
-from mpidl.training.files.run_lock import RunLock
-from mpidl.training.optimizers import Optimizer, of_options
-from mpidl.training.optimizers.checks import CustomOptimizer, check_optimizer, optimizer_spec
+from mpidl.training import input_pipeline, tracking
+from mpidl.training.files.folder_lock import FolderLock
+from mpidl.training.hooks import check_hooks
+from mpidl.training.optimizers import Optimizer
+from mpidl.training.optimizers.checks import CustomOptimizer, check_optimizer
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import Result
-from mpidl.training.trainer import Trainer
+from mpidl.training.session import Session
 
 
 @explain_arguments
@@ -46,7 +43,7 @@ def train(
     hooks: Iterable[object] = (),
     facts: Mapping[str, Any] | None = None,
     signals: Signals | None = None,
-    lock: RunLock | None = None,
+    lock: FolderLock | None = None,
 ) -> Result:
     """Train a network, updating its parameters and state in place. Collective.
 
@@ -86,7 +83,7 @@ def train(
         A `Signals` object in whose `with` block this function is called, for callers that also
         watch for signals before and after training. By default, this function watches for signals
         itself.
-    lock : RunLock, optional
+    lock : FolderLock, optional
         The lock of `out`, for callers that also write to the folder before and after training. By
         default, this function creates the lock.
 
@@ -116,47 +113,17 @@ def train(
     iteration with moving statistics.
     """
     options = TrainingOptions() if options is None else options
-    hooks = hook_classes.check_hooks(hooks)
+    hooks = check_hooks(hooks)
     datastore, options, world = _checked(net, datastore, options, world, optimizer)
-    with contextlib.nullcontext(lock) if lock else RunLock(world) as run_lock:
-        folder = RunFolder(out, resume, overwrite, world, run_lock)
-        world.transport.report_folder = folder.out
+    with contextlib.nullcontext(lock) if lock else FolderLock(world) as held_lock:
+        session = Session(world, held_lock, out, resume, overwrite=overwrite)
         hooks += tracking.requested(options, present=hooks)
-        status_hook = status_hooks.of_run(hooks, folder.out, world, run_lock)
-        hooks = [*hooks, status_hook] if status_hook else hooks
-        backends.configure(winograd=options.winograd, precision=options.precision)
-        _use_device(world, options)
-        lost_ranks.prepare(options, world)
-        with console or _console_of(options, world) as opened_console:
-            if (warning := empty_classes_warning(datastore)) is not None:
-                opened_console.line(warning)
-            spec = None if optimizer is None else optimizer_spec(optimizer)
-            if optimizer is None:
-                optimizer = of_options(options, **net.factors)
-            rate = optimizer.learning_rate
-            with (
-                contextlib.nullcontext(signals) if signals else Signals() as requests,
-                status_hooks.watched(folder.out, world, requests, run_lock),
-                tracking.abandoned_on_error(hooks),
-            ):
-                try:
-                    trainer = Trainer(
-                        net,
-                        datastore,
-                        options,
-                        world,
-                        folder=folder,
-                        console=opened_console,
-                        optimizer=optimizer,
-                        spec=spec,
-                        hooks=hooks,
-                        signals=requests,
-                    )
-                    trainer.facts = dict(facts or {})
-                    with status_hook or contextlib.nullcontext():
-                        return trainer.run()
-                finally:
-                    optimizer.learning_rate = rate  # undo the changes of the schedule
+        for line in session.use_options(options, console):
+            print(line, file=sys.stderr)
+        if options.threads and options.threads != max(world.threads, default=0):
+            world.use_threads(options.threads)
+        with session.active(hooks, signals):
+            return session.train(net, datastore, options, hooks, optimizer=optimizer, facts=facts)
 
 
 def _checked(net, datastore, options, world, optimizer) -> tuple[Datastore, TrainingOptions, World]:
@@ -176,17 +143,3 @@ def _checked(net, datastore, options, world, optimizer) -> tuple[Datastore, Trai
     datastore, options = held_out(datastore, options)
     input_pipeline.check(net, datastore, options)
     return datastore, options, world
-
-
-def _console_of(options, world):
-    is_verbose = options.verbose == "on"
-    return Console(world.rank, verbose_every=options.verbose_every, progress=is_verbose)
-
-
-def _use_device(world, options):
-    is_settled = world.device_request is not None or world.device is not None
-    if options.device != "auto" or not is_settled:
-        for line in world.use_device(options.device, options.gpus):
-            print(line, file=sys.stderr)
-    if options.threads and options.threads != max(world.threads, default=0):
-        world.use_threads(options.threads)

@@ -62,7 +62,7 @@ class Trainer(Run):
         if not self._has_started:
             self.hooks.start(self)
             self._has_started = True
-        while (problem := self._train_to_the_end()) is not None:
+        while (problem := self._train_to_the_end()) is not None and self.rollback is not None:
             self.rollback.restore(self, problem)
         self.stopped = finish_network(self)
         self.hooks.end(self)

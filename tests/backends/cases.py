@@ -397,18 +397,18 @@ POOLS = {
 
 def pooling(label, shape, size, stride, padding):
     """Yield the cases of pooling. Results have equal bits: all backends add in the same order."""
-    geometry = {"size": size, "stride": stride, "padding": padding}
-    dy = cotangent(*shapes.pool2d_shape(shape, size, stride, padding))
+    windows = shapes.Windows(size, stride, padding)
+    dy = cotangent(*shapes.pool2d_shape(shape, *windows))
 
     def maximum(backend, a):
-        y, argmax = backend.max_pool2d(a["x"], **geometry)
-        outputs = backend.max_pool2d_dx(a["dy"], argmax, a["x"], **geometry, tree=a["tree"])
+        y, argmax = backend.max_pool2d(a["x"], windows)
+        outputs = backend.max_pool2d_dx(a["dy"], argmax, a["x"], windows, a["tree"])
         return y, argmax, *with_sums(backend, outputs, a)
 
     def average(backend, a):
-        counting = geometry | {"count_padding": a["count_padding"]}
-        y = backend.average_pool2d(a["x"], **counting)
-        outputs = backend.average_pool2d_dx(a["dy"], a["x"], **counting, tree=a["tree"])
+        counting = windows, a["count_padding"]
+        y = backend.average_pool2d(a["x"], *counting)
+        outputs = backend.average_pool2d_dx(a["dy"], a["x"], *counting, a["tree"])
         return y, *with_sums(backend, outputs, a)
 
     values = {"": lanes(*shape, rounded=True), ", deferred": deferred(*shape)}
@@ -462,26 +462,28 @@ NORMALIZED_POOLS = {
 
 
 def cross_channel(label, numbers, shape):
-    options = dict(zip(("window", "alpha", "beta", "k"), numbers, strict=True))
-    name, x = f"{label}, {shape}", lanes(*shape)
-    yield Case("cross_channel_norm", name, {"x": x} | options, 1e-6)
-    yield Case("cross_channel_norm_dx", name, {"dy": cotangent(*shape), "x": x} | options, 4e-6)
+    name, arguments = (
+        f"{label}, {shape}",
+        {"x": lanes(*shape), "norm": shapes.ChannelNorm(*numbers)},
+    )
+    yield Case("cross_channel_norm", name, arguments, 1e-6)
+    yield Case("cross_channel_norm_dx", name, {"dy": cotangent(*shape)} | arguments, 4e-6)
 
 
 def normalized_pools(label, numbers, shape, size, stride, padding):
     """Return a case of cross-channel normalization, max pooling, and the gradient before a ReLU."""
-    norm, pool = NORMS[numbers], (size, stride, padding)
+    norm, windows = shapes.ChannelNorm(*NORMS[numbers]), shapes.Windows(size, stride, padding)
 
     def fused(backend, a):
-        y, argmax = backend.norm_max_pool(a["x"], *norm, *pool)
-        return y, backend.norm_max_pool_relu_dx(a["dy"], argmax, a["x"], *norm, *pool)
+        y, argmax = backend.norm_max_pool(a["x"], norm, windows)
+        return y, backend.norm_max_pool_relu_dx(a["dy"], argmax, a["x"], norm, windows)
 
     def separate(backend, a):
-        y, argmax = backend.max_pool2d(backend.cross_channel_norm(a["x"], *norm), *pool)
-        dnorm, _ = backend.max_pool2d_dx(a["dy"], argmax, a["x"], *pool, a["tree"])
-        return y, backend.relu_dx(backend.cross_channel_norm_dx(dnorm, a["x"], *norm), a["x"])
+        y, argmax = backend.max_pool2d(backend.cross_channel_norm(a["x"], norm), windows)
+        dnorm, _ = backend.max_pool2d_dx(a["dy"], argmax, a["x"], windows, a["tree"])
+        return y, backend.relu_dx(backend.cross_channel_norm_dx(dnorm, a["x"], norm), a["x"])
 
-    dy = cotangent(*shapes.pool2d_shape(shape, size, stride, padding))
+    dy = cotangent(*shapes.pool2d_shape(shape, *windows))
     name, values = f"{label}, {numbers}", {"x": lanes(*shape), "dy": dy}
     return Case("norm_max_pool_relu_dx", name, values, 4e-6, call=fused, oracle=separate)
 

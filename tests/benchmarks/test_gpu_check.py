@@ -28,8 +28,8 @@ from benchmarks.gpu import (
 from benchmarks.gpu.sizes import SMALL
 from benchmarks.report import Report, load, markdown
 from benchmarks.turns import Lost
+from mpidl.backends.discovery import Gpu, Visible
 from mpidl.backends.gpu import kernels, launching
-from mpidl.backends.gpu.discovery import Gpu, Visible
 from mpidl.backends.gpu.sums import Counts
 from mpidl.errors import UserError
 from mpidl.nn import zoo

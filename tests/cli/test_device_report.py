@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from mpidl.backends.gpu.discovery import Gpu
+from mpidl.backends.discovery import Gpu
 from mpidl.cli import device_probe, device_report
 from mpidl.cli.device_probe import Memory, RankReport, SharedMemory
 from mpidl.ranks.devices import RankGpus

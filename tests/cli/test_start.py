@@ -8,7 +8,7 @@ from image_sets import refusal
 from single_rank import numbers
 
 import mpidl as dl
-from mpidl.cli import start, train_run
+from mpidl.cli import start, train_results
 
 SHAPE = (1, 6, 6)
 TRANSFER = """
@@ -114,7 +114,9 @@ SCHEDULE_ENDS = (
 )
 def test_the_position_of_a_resumed_run_and_how_to_train_on(position, options, text):
     position = dict(zip(("epoch", "iteration"), position, strict=True))
-    assert train_run.describe_position(position, dl.TrainingOptions(epochs=2, **options)) == text
+    assert (
+        train_results.describe_position(position, dl.TrainingOptions(epochs=2, **options)) == text
+    )
 
 
 @pytest.mark.usefixtures("world")

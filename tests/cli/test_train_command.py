@@ -13,7 +13,7 @@ from mpidl.ranks import failure
 from mpidl.report import status, stop_file
 from mpidl.report.live.run import LiveRun
 from mpidl.training import input_pipeline
-from mpidl.training.files.run_lock import RunLock
+from mpidl.training.files.folder_lock import FolderLock
 
 NETWORK = """
 import mpidl as dl
@@ -43,7 +43,7 @@ def run(folder, *options):
     words += ["--out", folder / "run", "--epochs", 2, "--batch-size", 16, "--plots", "none"]
     world = dl.World(threads=1)
     typed = arguments.train([str(x) for x in (*words, *options)])
-    with failure.Signals() as signals, RunLock(world) as lock:
+    with failure.Signals() as signals, FolderLock(world) as lock:
         code = train_run.train(typed, world, signals, lock)
     world.barrier()
     return code, read_status(folder / "run")

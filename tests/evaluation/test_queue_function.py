@@ -140,7 +140,7 @@ def test_a_custom_loop_needs_the_normalization_of_its_network(world):
     assert net.normalization.name == "0.5/0.25"
     queue = dl.MinibatchQueue(store, 32, world=world, **net.input_transform())
     assert warned(lambda: trained(net, queue))[1] == []
-    net.normalization = dl.data.transforms.normalize.Unknown(reason="foreign.onnx: not known")
+    net.normalization = dl.data.transforms.normalize.unknown("foreign.onnx: not known")
     with pytest.raises(UserError, match="foreign.onnx: not known; choose it with"):
         trained(net, plain)
 

@@ -31,7 +31,7 @@ def visible():
     """Return the emulated GPUs. This function replaces the query of a driver."""
     from emulator import EmulatedDevice
 
-    from mpidl.backends.gpu.discovery import Gpu, Visible
+    from mpidl.backends.discovery import Gpu, Visible
 
     count = int(os.environ.get("EMULATED_GPUS", "1"))
     kind = EmulatedDevice.name, "sm_90", 132, EmulatedDevice.memory

@@ -139,17 +139,17 @@ def test_a_stop_after_a_loss_can_be_resumed(pictures, tmp_path, expected):
 
 TEST_THAT_LOSES_A_RANK = """
 import os, signal, sys
-from mpidl.cli import train, train_run
+from mpidl.cli import train, train_results
 from mpidl.ranks import failure
 
-evaluate = train_run.evaluate.evaluate
+evaluate = train_results.evaluate.evaluate
 
 def lose_a_rank(*arguments, **options):
     if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return evaluate(*arguments, **options)
 
-train_run.evaluate.evaluate = lose_a_rank
+train_results.evaluate.evaluate = lose_a_rank
 failure.run(lambda: train.main(sys.argv[1:]))
 """
 

@@ -262,7 +262,7 @@ def test_equal_weights_of_errors_give_the_dice_loss(world, classes):
         dice = of_images(world, dl.dice_loss, size * signs, labels, **options)[0]
         halves = options | {"alpha": 0.5, "beta": 0.5}
         tversky = of_images(world, dl.tversky_loss, size * signs, labels, **halves)[0]
-        others = options | {"alpha": 0.3, "beta": 0.7}
-        other = of_images(world, dl.tversky_loss, size * signs, labels, **others)[0]
+        unequal = options | {"alpha": 0.3, "beta": 0.7}
+        other = of_images(world, dl.tversky_loss, size * signs, labels, **unequal)[0]
         assert (tversky == pytest.approx(dice, rel=1e-12)) == is_equal
         assert other != pytest.approx(dice, rel=1e-3)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from image_sets import refusal
 
+from mpidl.backends.discovery import Gpu, Visible
 from mpidl.backends.gpu import nvrtc
-from mpidl.backends.gpu.discovery import Gpu, Visible
 from mpidl.comm import nccl
 from mpidl.comm.nccl import Capabilities, choose_transport
 from mpidl.errors import UserError

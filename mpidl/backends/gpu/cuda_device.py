@@ -17,8 +17,8 @@ import weakref
 
 import numpy as np
 
+from mpidl.backends.discovery import in_words, visible
 from mpidl.backends.gpu import kernels, nvrtc
-from mpidl.backends.gpu.discovery import in_words, visible
 from mpidl.backends.gpu.launching import ALIGNED
 from mpidl.errors import UserError
 

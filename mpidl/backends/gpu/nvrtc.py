@@ -15,7 +15,8 @@ import os
 import re
 from ctypes import byref
 
-from mpidl.backends.gpu import cubins, discovery
+from mpidl.backends import discovery
+from mpidl.backends.gpu import cubins
 from mpidl.errors import UserError
 
 # -fmad=false turns contraction off: kernels call fmaf explicitly. Denormals, quotients and square

@@ -13,8 +13,9 @@ WARP, MAX_THREADS = 32, 256  # threads per warp, and maximum number of threads p
 
 
 @functools.lru_cache(maxsize=256)
-def _geometry(x_shape, size, stride, padding):
+def _geometry(x_shape, windows):
     """Return the integer arguments that all kernels have, and the output shape (C, P, Q)."""
+    size, stride, padding = windows
     output = shapes.pool2d_shape(x_shape, size, stride, padding)
     (top, _), (left, _) = padding
     return (*x_shape, *output[1:], *size, *stride, top, left), output
@@ -34,7 +35,7 @@ def _launch(name, rows, row, arrays, numbers):
 def _forward(name, x, windows, with_argmax, *options):
     x = batchnorm.read(x)
     blocks, *image, lanes = x.dims
-    numbers, (c, p, q) = _geometry(tuple(image), *windows)
+    numbers, (c, p, q) = _geometry(tuple(image), windows)
     y = array.empty_lanes((blocks, c, p, q, lanes))
     outputs = (y, array.empty_like(y, np.uint8)) if with_argmax else (y,)
     _launch(name, blocks * lanes * p, q * c, (x, *outputs), (*numbers, *options))
@@ -49,24 +50,23 @@ def _backward(name, arrays, x, windows, tree, *options):
     """
     like: Any = x.x if isinstance(x, DeferredInput) else x
     blocks, c, h, w, lanes = like.dims
-    numbers, _ = _geometry((c, h, w), *windows)
+    numbers, _ = _geometry((c, h, w), windows)
     dx = array.empty_like(like)
     _launch(name, blocks * lanes * h, w * c, (*arrays, dx), (*numbers, *options))
     return dx, batchnorm.activation_sums(dx, x, tree) if isinstance(x, DeferredInput) else None
 
 
-def max_pool2d(x, size, stride, padding):
-    return _forward("max_pool2d", x, (size, stride, padding), True)
+def max_pool2d(x, windows):
+    return _forward("max_pool2d", x, windows, True)
 
 
-def max_pool2d_dx(dy, argmax, x, size, stride, padding, tree):
-    return _backward("max_pool2d_dx", (dy, argmax), x, (size, stride, padding), tree)
+def max_pool2d_dx(dy, argmax, x, windows, tree):
+    return _backward("max_pool2d_dx", (dy, argmax), x, windows, tree)
 
 
-def average_pool2d(x, size, stride, padding, count_padding):
-    return _forward("average_pool2d", x, (size, stride, padding), False, int(count_padding))[0]
+def average_pool2d(x, windows, count_padding):
+    return _forward("average_pool2d", x, windows, False, int(count_padding))[0]
 
 
-def average_pool2d_dx(dy, x, size, stride, padding, count_padding, tree):
-    windows = size, stride, padding
+def average_pool2d_dx(dy, x, windows, count_padding, tree):
     return _backward("average_pool2d_dx", (dy,), x, windows, tree, int(count_padding))

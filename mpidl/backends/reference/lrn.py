@@ -19,7 +19,8 @@ def _over(x, channels_before, channels_after):
     return total
 
 
-def cross_channel_norm(x, window, alpha, beta, k):
+def cross_channel_norm(x, norm):
+    window, alpha, beta, k = norm
     channels_before, channels_after = shapes.channel_window(window)
     y = np.empty_like(x)
     for block, out in zip(x, y, strict=True):
@@ -30,7 +31,8 @@ def cross_channel_norm(x, window, alpha, beta, k):
     return y
 
 
-def cross_channel_norm_dx(dy, x, window, alpha, beta, k):
+def cross_channel_norm_dx(dy, x, norm):
+    window, alpha, beta, k = norm
     channels_before, channels_after = shapes.channel_window(window)
     kind = x.dtype.type
     dx = np.empty_like(x)

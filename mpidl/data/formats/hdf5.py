@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpidl.backends.cpu import arenas
+from mpidl.data.array_datastore import check_int32
 from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats import hdf5_probe
 from mpidl.data.formats.format import World, check_images, format_of_parts
-from mpidl.data.labels import align_labels, check_int32, integer_labels, parse_class_names
+from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.paths import reading, stamp_of
 from mpidl.data.urls import is_remote
 from mpidl.errors import UserError

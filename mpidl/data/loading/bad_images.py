@@ -72,11 +72,8 @@ class BadImages:
 
         Parameters
         ----------
-        indices : np.ndarray
-            Sample numbers, for example of a mini-batch. Sample number s refers to image s %
-            len(datastore).
-        datastore : Datastore
-            The images.
+        indices, datastore
+            Sample numbers of images of the datastore: s refers to image s % len(datastore).
 
         Returns
         -------
@@ -91,14 +88,13 @@ class BadImages:
         if not self.reasons:
             return indices
         images = indices % len(datastore)
-        readable_indices = indices[~np.isin(images, list(self.reasons))]
-        if len(indices) and not len(readable_indices):
-            reason = self.reasons[int(images[0])]
+        readable = indices[~np.isin(images, list(self.reasons))]
+        if len(indices) and not len(readable):
             raise UserError(
                 f"{datastore.describe()}: expected a mini-batch with images, but none of the "
-                f"{len(indices)} images can be read; the first: {reason}"
+                f"{len(indices)} images can be read; the first: {self.reasons[int(images[0])]}"
             )
-        return readable_indices
+        return readable
 
     def usable(self, datastore: Datastore) -> Datastore:
         """Return a datastore of the readable images of a set.
@@ -129,21 +125,20 @@ class BadImages:
         """
         rank, size = (0, 1) if world is None else (world.rank, world.size)
         first, stop = (len(datastore) * r // size for r in (rank, rank + 1))
-        has_targets = datastore.targets_shape is not None
 
         def read(indices):
             read_images(datastore, indices)
-            if has_targets:
+            if datastore.targets_shape is not None:
                 read_targets(datastore, indices)
 
         def read_share():
-            reasons_by_index: dict[int, str] = {}
-            for start in range(first, stop, CHUNK):
-                reasons_by_index |= unreadable(read, np.arange(start, min(start + CHUNK, stop)))
-            return reasons_by_index
+            chunks = (np.arange(i, min(i + CHUNK, stop)) for i in range(first, stop, CHUNK))
+            return {i: text for chunk in chunks for i, text in unreadable(read, chunk).items()}
 
-        reasons_by_index = read_share() if world is None else call_together(world, read_share)
-        self.merge([reasons_by_index] if world is None else world.allgather(reasons_by_index))
+        if world is None:
+            self.merge([read_share()])
+        else:
+            self.merge(world.allgather(call_together(world, read_share)))
 
 
 def unreadable(read: Callable[[np.ndarray], object], indices: np.ndarray) -> dict[int, str]:

@@ -92,7 +92,8 @@ class Table:
     def __init__(
         self, device: Any, shape: tuple[int, ...], dtype: np.dtype, count: int | None, size: int
     ):
-        self.device, self.size, self.staged = device, size, None
+        self.device, self.size = device, size
+        self.staged: Any = None
         rows = ROWS * size if count is None else count
         self.values = launching.persistent((rows, *shape), dtype)
         self.bounds = array.Bounds()
@@ -148,7 +149,7 @@ class Reader:
             indices = np.arange(start, min(start + step, count))
             pixels, labels = self.pipeline.read(SampleKeys(indices, 0, 0))
             self.pixels.put(start, pixels)
-            if self.labels is not None:
+            if self.labels is not None and labels is not None:
                 self.labels.put(start, labels)
             self.device.synchronize()  # finish before the host arrays are freed
 
@@ -184,13 +185,14 @@ class Reader:
         numbers |= {name: feed.moves[name] for name in MOVES if name in feed.moves}
         if self.resident and not self.is_direct:
             numbers["places"] = self.pipeline.image_indices(feed.indices)
-        if not self.resident:
+        if feed.pixels is not None:  # the data set is not resident
             numbers["places"] = row * self.size + np.arange(count)
-            if feed.bounds is not None:
-                self.labels.bounds.say(*feed.bounds)
             if count:
                 self.pixels.stage(row, feed.pixels)
-                if self.labels is not None:
+            if self.labels is not None and feed.labels is not None:
+                if feed.bounds is not None:
+                    self.labels.bounds.say(*feed.bounds)
+                if count:
                     self.labels.stage(row, feed.labels)
         values: dict[str, Any] = {
             "valid": count,

@@ -58,7 +58,8 @@ class FeedBuilder(ShareBuilder):
         self, first: int, keys: SampleKeys, pixels: np.ndarray, labels: np.ndarray | None
     ) -> None:
         run = slice(first * LANES, first * LANES + len(pixels))
-        self.pixels[run] = pixels
+        if self.pixels is not None:
+            self.pixels[run] = pixels
         if self.labels is not None:
             self.labels[run] = labels
             self.run_bounds.append(label_bounds(labels))

@@ -82,8 +82,9 @@ class Pipeline:
         self.labels: Kind | None = self._label_kind()
         self._call = None if function is None else UserFunction(function, datastore)
         if self._call is not None and len(datastore):
-            self.read(SampleKeys(np.arange(1), 0, 0))
-            (self.image_shape, self.dtype), self.labels = self._call.kinds
+            images, labels = self.read(SampleKeys(np.arange(1), 0, 0))
+            self.image_shape, self.dtype = images.shape[1:], images.dtype
+            self.labels = None if labels is None else Kind(labels.shape[1:], labels.dtype)
         if mixing is not None:
             self.mixing, self.labels = mixing, self._mixed_kind()
         normalization = Normalization() if normalization is None else normalization
@@ -230,7 +231,7 @@ class Pipeline:
             indices, of_epoch = keys.indices, {"epoch": keys.epoch, "seed": keys.seed}
             pixels = self.augmenter.apply(pixels, indices, **of_epoch)
             if moves_targets:
-                fill = self._target_fill()
+                fill = self._target_fill(self.augmenter)
                 labels = self.augmenter.apply_to_targets(labels, indices, **of_epoch, fill=fill)
         elif self.crop is not None:
             (height, width), (top, left) = self.crop, centred(pixels.shape[1:], self.crop)
@@ -239,11 +240,11 @@ class Pipeline:
             labels = labels[..., rows, columns] if moves_targets else labels
         return pixels, labels
 
-    def _target_fill(self):
+    def _target_fill(self, augmenter):
         """Return the fill value outside targets, for augmenters without `target_fill`."""
         if self.datastore.targets_dtype.kind in "iu":
             return 0 if self.ignore_label is None else self.ignore_label
-        fill = np.asarray(self.augmenter.fill, np.float64).ravel()
+        fill = np.asarray(augmenter.fill, np.float64).ravel()
         return float(fill[0]) / (255 if self.dtype == np.uint8 else 1)
 
 

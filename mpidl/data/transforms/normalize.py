@@ -17,10 +17,11 @@ from mpidl.core.blocks import LANES, OneRank, blocks_of
 from mpidl.data.checks import read_images
 from mpidl.data.datastore import Datastore
 from mpidl.data.transforms.options import NORMALIZATIONS, NUMBERS, NUMBERS_NAME
+from mpidl.data.transforms.sizes import centred
 from mpidl.errors import UserError
 from mpidl.files import call_together
 
-USUAL = "rescale-zero-one"
+USUAL, UNKNOWN = "rescale-zero-one", "unknown"
 DESCRIBED = "as the file says"
 NAMES = NORMALIZATIONS
 FIXED = NAMES[:5]
@@ -43,7 +44,8 @@ class Normalization:
     Attributes
     ----------
     name : str
-        Name of the normalization, one of NAMES.
+        Name of the normalization, one of NAMES, or MEAN/STD. "unknown" is that of a network whose
+        file does not describe it; every use raises UserError.
     centre, divisor : np.ndarray or None
         float32 arrays of equal shape: (C,) with one value per channel, or (C, H, W) with one value
         per pixel. Both are None for "rescale-zero-one", which divides uint8 pixels by 255 and
@@ -56,10 +58,21 @@ class Normalization:
     centre: np.ndarray | None = None
     divisor: np.ndarray | None = None
     reason: str = ""
-    is_known = True
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the normalization can be used."""
+        return self.name != UNKNOWN
 
     def need_known(self) -> None:
-        """Raise UserError if the normalization is not known."""
+        """Raise the UserError that lists the choices if the normalization is not known."""
+        if not self.is_known:
+            raise UserError(
+                f"{self.reason}; choose it with --normalization, in Python with "
+                f"dl.load_onnx(path, normalization=...) or dl.load_weights: {CHOICES}; to train, "
+                "TrainingOptions(normalization=...) chooses it, or net.normalization = None "
+                f"for the default {USUAL}"
+            )
 
     def describe(self) -> str:
         """Return the name, the numbers per channel and the reason.
@@ -87,7 +100,7 @@ class Normalization:
         dict
             {name: array}
         """
-        if self.centre is None:
+        if self.centre is None or self.divisor is None:
             return {}
         return {"centre": self.centre, "divisor": self.divisor}
 
@@ -104,15 +117,18 @@ class Normalization:
         Normalization
             The normalization of the windows. If the statistics are per channel, this object itself.
         """
-        if self.centre is None or self.centre.ndim == 1 or self.centre.shape[1:] == tuple(size):
+        self.need_known()
+        centre, divisor = self.centre, self.divisor
+        if centre is None or divisor is None or centre.shape[1:] in ((), tuple(size)):
             return self
-        top, left = ((n - m) // 2 for n, m in zip(self.centre.shape[1:], size, strict=True))
+        top, left = centred(centre.shape, size)
         cut = np.s_[:, top : top + size[0], left : left + size[1]]
-        return replace(self, centre=self.centre[cut].copy(), divisor=self.divisor[cut].copy())
+        return replace(self, centre=centre[cut].copy(), divisor=divisor[cut].copy())
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
         """Normalize uint8 or float images (n, C, H, W), and return them as float32."""
         images = np.asarray(images)
+        self.need_known()
         self._check_dtype(images.dtype)
         is_uint8, images = images.dtype == np.uint8, images.astype(np.float32)
         if self.centre is None:
@@ -137,6 +153,7 @@ class Normalization:
         dtype : dtype
             Type of the images. "imagenet" and MEAN/STD are for 8-bit pixels.
         """
+        self.need_known()
         self._check_dtype(np.dtype(dtype))
         if self.centre is not None and self.centre.shape not in (tuple(shape), tuple(shape[:1])):
             raise UserError(
@@ -145,38 +162,9 @@ class Normalization:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Unknown(Normalization):
-    """The normalization of a network whose file does not describe it.
-
-    Every use raises UserError. Files store it by its name, without arrays.
-    """
-
-    name: str = "unknown"
-    is_known = False
-
-    def need_known(self) -> None:
-        """Raise the UserError that lists the choices."""
-        raise UserError(
-            f"{self.reason}; choose it with --normalization, in Python with "
-            f"dl.load_onnx(path, normalization=...) or dl.load_weights: {CHOICES}; to train, "
-            "TrainingOptions(normalization=...) chooses it, or net.normalization = None "
-            f"for the default {USUAL}"
-        )
-
-    def window(self, size: Sequence[int]) -> Normalization:
-        """Raise UserError."""
-        self.need_known()
-        return self
-
-    def __call__(self, images: np.ndarray) -> np.ndarray:
-        """Raise UserError."""
-        self.need_known()
-        return images
-
-    def check(self, shape: Sequence[int], dtype: Any = np.uint8) -> None:
-        """Raise UserError."""
-        self.need_known()
+def unknown(reason: str) -> Normalization:
+    """Return the normalization of a network whose file does not describe it."""
+    return Normalization(UNKNOWN, reason=reason)
 
 
 def read(name: str, arrays: dict[str, np.ndarray], channels: int) -> Normalization:
@@ -185,8 +173,8 @@ def read(name: str, arrays: dict[str, np.ndarray], channels: int) -> Normalizati
     Raises ValueError if the name is unknown, or the arrays are missing or invalid. `arrays` is the
     result of `Normalization.arrays`.
     """
-    if name == Unknown.name:
-        return Unknown(reason="the file does not say how to normalize the images")
+    if name == UNKNOWN:
+        return unknown("the file does not say how to normalize the images")
     if name not in NAMES and not is_numbers(name):
         raise ValueError(f"unknown normalization {name!r}")
     if not arrays:
@@ -281,30 +269,22 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
         raise UserError(
             f"normalization must be one of {', '.join(NAMES)}, or {NUMBERS_NAME}, got {name}"
         )
-    channels = datastore.image_shape[0]
-    ones = np.ones(channels, np.float32)
     if not needs_statistics(name, datastore):
-        return fixed(name, channels)
+        return fixed(name, datastore.image_shape[0])
     if not len(datastore):
         raise UserError(f"normalization {name}: expected images, found none")
     stats = statistics(datastore, world)
+    centre, divisor = stats.mean, np.ones(len(stats.mean))
     if name == "rescale-symmetric":
         low, high = (v.astype(np.float64) for v in (stats.low, stats.high))
-        flat = low == high  # a constant channel becomes 0
-        return Normalization(
-            name,
-            ((low + high) / 2).astype(np.float32),
-            np.where(flat, 1, (high - low) / 2).astype(np.float32),
-        )
-    if name == "zerocenter-element":
-        mean = stats.mean_image.astype(np.float32)
-        return Normalization(name, mean, np.ones_like(mean))
-    mean = stats.mean.astype(np.float32)
-    if name == "zerocenter":
-        return Normalization(name, mean, ones)
-    flat = stats.variance <= FLAT * (stats.mean**2)
-    deviation = np.sqrt(np.where(flat, 1, stats.variance))
-    return Normalization(name, mean, deviation.astype(np.float32))
+        centre = (low + high) / 2
+        divisor = np.where(low == high, 1, (high - low) / 2)  # a constant channel becomes 0
+    elif name == "zerocenter-element":
+        centre, divisor = stats.mean_image, np.ones_like(stats.mean_image)
+    elif name == "zscore":
+        is_flat = stats.variance <= FLAT * (stats.mean**2)
+        divisor = np.sqrt(np.where(is_flat, 1, stats.variance))
+    return Normalization(name, centre.astype(np.float32), divisor.astype(np.float32))
 
 
 def needs_statistics(name: str, datastore: Datastore) -> bool:

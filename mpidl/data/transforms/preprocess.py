@@ -20,6 +20,7 @@ from mpidl.backends.cpu.images import planes_of_arrow
 from mpidl.data.checks import read_images
 from mpidl.data.datastore import Datastore, Derived, Indices, describe_derived
 from mpidl.data.transforms.jitter import GRAY
+from mpidl.data.transforms.resized_crop import resize_planes
 from mpidl.data.transforms.sizes import centred, checked_size
 from mpidl.errors import UserError
 from mpidl.files import digest
@@ -114,7 +115,7 @@ class Preprocess:
         UserError
             If the resized image is smaller than the crop, or its colour cannot be converted.
         """
-        channels = COLOURS.get(self.colour or "", shape[0])
+        channels = shape[0] if self.colour is None else COLOURS[self.colour]
         if channels != shape[0] and {channels, shape[0]} != {1, 3}:
             raise UserError(
                 f"colour {self.colour} (--colour, or colour= in Python): expected images of 1 or 3 "
@@ -181,7 +182,7 @@ class Preprocess:
         if self.crop is not None:
             picture = picture.crop(_box(size, self.crop))
         bands = len(picture.getbands())
-        channels = COLOURS.get(self.colour or "", bands)
+        channels = bands if self.colour is None else COLOURS[self.colour]
         if channels == bands:
             return planes_of(picture, out)
         out = np.empty((channels, picture.height, picture.width), np.uint8) if out is None else out
@@ -208,7 +209,10 @@ class Preprocess:
         if channels < images.shape[1]:
             images = _gray(images)
         if size != images.shape[2:]:
-            images = _resize(images, size)
+            resized = np.empty((*images.shape[:2], *size), images.dtype)
+            for image, out in zip(images, resized, strict=True):
+                resize_planes(image, out)
+            images = resized
         if self.crop is not None:
             left, top, right, bottom = _box(size, self.crop)
             images = images[:, :, top:bottom, left:right]
@@ -231,14 +235,15 @@ AS_IT_IS = Preprocess()
 class Preprocessed(Derived):
     """A datastore that preprocesses the images of another datastore."""
 
+    preprocess: Preprocess
+
     def __init__(self, datastore: Datastore, preprocess: Preprocess):
         super().__init__(datastore)
         self.preprocess = preprocess
         self.image_shape = preprocess.image_shape(datastore.image_shape)
 
     def read(self, indices: Indices) -> np.ndarray:
-        preprocess = self.preprocess or AS_IT_IS
-        return preprocess.of_arrays(read_images(self.parent, indices))
+        return self.preprocess.of_arrays(read_images(self.parent, indices))
 
     def describe(self) -> str:
         return describe_derived(self.parent, self.preprocess, self)
@@ -314,18 +319,6 @@ def _gray(images):
     # Pillow's weights in 16.16 fixed point; 0x8000 is one half, for rounding.
     gray = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
     return gray.astype(np.uint8)[:, None]
-
-
-def _resize(images, size):
-    """Resize images (n, C, H, W) to `size` (height, width)."""
-    from PIL import Image
-
-    out = np.empty((*images.shape[:2], *size), images.dtype)
-    for image, out_image in zip(images, out, strict=True):
-        for plane, out_plane in zip(image, out_image, strict=True):
-            picture = Image.fromarray(np.ascontiguousarray(plane))  # mode "L" or "F"
-            out_plane[...] = np.asarray(picture.resize(size[::-1], Image.Resampling.BILINEAR))
-    return out
 
 
 def _box(size, crop):

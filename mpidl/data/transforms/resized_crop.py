@@ -43,21 +43,26 @@ def resized(
     With `nearest`, each pixel of the result is the nearest pixel of the window, as labels require.
     Otherwise, Pillow's bilinear filter averages all window pixels that a result pixel covers.
     """
-    from PIL import Image
-
     out = np.empty((*images.shape[:2], *size), images.dtype)
-    for image, (top, left, height, width), result in zip(
-        images, windows.tolist(), out, strict=True
-    ):
+    for image, box, result in zip(images, windows.tolist(), out, strict=True):
+        top, left, height, width = box
         window = image[:, top : top + height, left : left + width]
         if nearest:
             rows, columns = _nearest(height, size[0]), _nearest(width, size[1])
             result[...] = window[:, rows[:, None], columns]
-            continue
-        for plane, out_plane in zip(window, result, strict=True):
-            picture = Image.fromarray(np.ascontiguousarray(plane))  # mode "L" or "F"
-            out_plane[...] = np.asarray(picture.resize(size[::-1], Image.Resampling.BILINEAR))
+        else:
+            resize_planes(window, result)
     return out
+
+
+def resize_planes(planes: np.ndarray, out: np.ndarray) -> None:
+    """Resize planes (C, H, W) to `out` (C, P, Q) by Pillow's bilinear filter."""
+    from PIL import Image
+
+    for plane, out_plane in zip(planes, out, strict=True):
+        picture = Image.fromarray(np.ascontiguousarray(plane))  # mode "L" or "F"
+        size = out_plane.shape[::-1]
+        out_plane[...] = np.asarray(picture.resize(size, Image.Resampling.BILINEAR))
 
 
 def _nearest(extent, size):

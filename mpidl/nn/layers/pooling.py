@@ -29,7 +29,7 @@ class MaxPool2D(Layer):
     padding: check.PaddingArgument = 0
 
     def build(self, shape: Shape) -> Built:
-        return Built(windows(self.name, shape, self.size, self.stride, self.padding, PLACES).shape)
+        return Built(windows(self.name, shape, self.size, self.stride, self.padding, PLACES)[1])
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.max_pool2d(x, self.size, stride=self.stride, padding=self.padding)
@@ -57,7 +57,7 @@ class AveragePool2D(Layer):
     def build(self, shape: Shape) -> Built:
         if not isinstance(self.count_padding, bool):
             raise ValueError(f"{self.name}: count_padding must be True or False")
-        return Built(windows(self.name, shape, self.size, self.stride, self.padding).shape)
+        return Built(windows(self.name, shape, self.size, self.stride, self.padding)[1])
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.average_pool2d(

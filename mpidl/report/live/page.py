@@ -139,8 +139,7 @@ class Page:
                 ("Stop after epoch", stop_file.EPOCH, "default"),
             ):
                 button = Button(label=label, button_type=kind, height=30, name=f"{moment}-{i}")
-                button.sizing_mode = "fixed"
-                button.width = 70 if moment == stop_file.NOW else 130
+                button.update(sizing_mode="fixed", width=70 if moment == stop_file.NOW else 130)
                 button.on_click(functools.partial(self._stop, i, moment))
                 buttons.append(button)
             self.texts.append(text)
@@ -205,23 +204,17 @@ class Page:
 
     def _update_row(self, index):
         run, colour = self.runs[index], self.colours[index]
-        text = _row_text(run, colour, self.messages[index])
-        if self.texts[index].text != text:
-            self.texts[index].text = text
-        tags = ["ended"] if run.has_ended else []
-        if self.texts[index].tags != tags:
-            self.texts[index].tags = tags
-        reason = run.why_no_stop()
+        # Bokeh sends only properties whose values change.
+        self.texts[index].text = _row_text(run, colour, self.messages[index])
+        self.texts[index].tags = ["ended"] if run.has_ended else []
+        is_disabled = run.why_no_stop() is not None
         for button in self.stop_buttons[index]:
-            if button.disabled != (reason is not None):
-                button.disabled = reason is not None
+            button.disabled = is_disabled
 
     def _set_title(self):
         run = self.runs[0]
         percent = "" if math.isnan(run.progress()) else f"{100 * run.progress():.0f} % "
-        title = f"{percent}{run.name} - mpidl" if len(self.runs) == 1 else "mpidl"
-        if self.document.title != title:
-            self.document.title = title
+        self.document.title = f"{percent}{run.name} - mpidl" if len(self.runs) == 1 else "mpidl"
 
 
 def _row_text(run: LiveRun, colour: str, message: str) -> str:

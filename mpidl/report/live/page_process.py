@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from typing import IO, cast
 
 from mpidl import side_process
 from mpidl.report.live.address import Address
@@ -31,15 +32,16 @@ class PageProcess:
             stdout=subprocess.DEVNULL,
             pass_fds=[descriptor],
         )
+        self._stdin = cast(IO[bytes], self.process.stdin)
         address.listener.close()
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(f"{address.token}\n".encode())
-            self.process.stdin.flush()
+            self._stdin.write(f"{address.token}\n".encode())
+            self._stdin.flush()
 
     def close(self) -> None:
         """Let the server show the last state of the run, and then end."""
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self._stdin.close()
 
 
 def main() -> int:

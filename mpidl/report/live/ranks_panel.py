@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 from bokeh.layouts import column
-from bokeh.models import (
-    ColumnDataSource,
-    Div,
-    InlineStyleSheet,
-    Range1d,
-    Select,
-)
+from bokeh.models import ColumnDataSource, Div, InlineStyleSheet, Range1d, Select
 from bokeh.plotting import figure
 
+from mpidl.report import elements
 from mpidl.report.curves import number
 from mpidl.report.live.run import LiveRun
-from mpidl.text import printable
 
 # {phase in a record: (colour, text)}, in the order of the bars from left to right
 PHASES = {
@@ -118,13 +112,14 @@ class RanksPanel:
 def _table(data):
     """Return the HTML of the table."""
     heads = ["rank", "device", "memory (MB)", *(f"{text} (%)" for _, text in PHASES.values())]
-    rows = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
-    for i in range(min(len(data["rank"]), MAX_ROWS)):
-        cells = [str(i), html.escape(printable(data["device"][i])), f"{data['memory'][i]:,.0f}"]
-        cells += [f"{data[name][i]:.1f}" for name in PHASES]
-        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    rows = [
+        [str(i), data["device"][i], f"{data['memory'][i]:,.0f}"]
+        + [f"{data[name][i]:.1f}" for name in PHASES]
+        for i in range(min(len(data["rank"]), MAX_ROWS))
+    ]
+    text = ElementTree.tostring(elements.table(heads, rows), encoding="unicode", method="html")
     note = f"<p>the first {MAX_ROWS} ranks</p>" if len(data["rank"]) > MAX_ROWS else ""
-    return f"<div><table>{''.join(rows)}</table></div>{note}"
+    return f"{text}{note}"
 
 
 def columns_of(record: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -11,17 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidl.errors import UserError
+from mpidl.files import json_object
 from mpidl.report import run_files, status, stop_file
 from mpidl.report.curves import Columns, number
 from mpidl.report.history import HistoryRecorder
 from mpidl.report.live.folder import Folder
-from mpidl.report.live.tail import FILE, Tail
+from mpidl.report.live.tail import Tail
+from mpidl.report.metrics import FILE
 from mpidl.report.progress.rows import clock
 from mpidl.text import printable
 
 POLL_SECONDS = 0.5  # shortest time between two checks of a folder
 SILENT_SECONDS = 60.0  # after this time without a record, the page says so
-RUN_FILES = (FILE, status.NAME, "options.toml", "checkpoint.h5", "checkpoint-previous.h5")
+RUN_FILES = (FILE, status.NAME, run_files.OPTIONS, "checkpoint.h5", "checkpoint-previous.h5")
 RUN_FILES += ("trial.json",)  # folders of a sweep's trials
 
 
@@ -90,11 +91,8 @@ class LiveRun:
 
     def _current_summary(self):
         """Return the content of summary.json if it describes the current end of the run."""
-        try:
-            summary = json.loads(self.folder.content("summary.json") or b"")
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(summary, dict) or self.status is None:
+        summary = json_object(self.folder.content(run_files.SUMMARY))
+        if summary is None or self.status is None:
             return None
         last = self.iterations.last("iteration")
         is_current = run_files.is_current(summary, 0 if math.isnan(last) else int(last))
@@ -132,8 +130,8 @@ class LiveRun:
 
     def describe(self) -> str:
         """Return the state of the run, such as "stopped: SIGUSR1"."""
-        if self.has_ended:
-            return self._describe_end()
+        if self.status is not None and self.has_ended:
+            return self._describe_end(self.status)
         if not len(self.iterations) and self.status is None:
             text = f"waiting for {printable(self.folder.path)}"
         else:
@@ -150,10 +148,10 @@ class LiveRun:
             text = f"no record for {clock(time.monotonic() - self.news_time)}, was {text}"
         return text
 
-    def _describe_end(self):
-        if self.status.state == status.FAILED:
-            return f"failed: {printable(self.status.error or 'unknown error')}"
-        reason = printable(self.status.stopped or "")
+    def _describe_end(self, end: status.Status) -> str:
+        if end.state == status.FAILED:
+            return f"failed: {printable(end.error or 'unknown error')}"
+        reason = printable(end.stopped or "")
         if reason and self.summary is None:
             return f"stopped: {reason}"
         text = f"done ({reason})" if reason else "done"
@@ -180,17 +178,10 @@ def runs_of(paths: Sequence[str]) -> list[LiveRun]:
         _check(path)
     resolved = [os.path.abspath(path) for path in paths]
     unique = list(dict.fromkeys(resolved))
-    return [LiveRun(path, name) for path, name in zip(unique, short_names(unique), strict=True)]
-
-
-def short_names(paths: Sequence[str]) -> list[str]:
-    """Return the shortest distinct ends of absolute paths, such as "digits" or "a/digits"."""
-    parts = [path.strip(os.sep).split(os.sep) for path in paths]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = [os.sep.join(part[-count:]) or os.sep for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return list(paths)
+    return [
+        LiveRun(path, name)
+        for path, name in zip(unique, run_files.short_names(unique), strict=True)
+    ]
 
 
 def _check(path):

@@ -1,12 +1,12 @@
 """Read a growing metrics.jsonl in pieces."""
 
-import json
 import os
 from typing import Any
 
+from mpidl.report import metrics
 from mpidl.report.live.folder import Folder
+from mpidl.report.metrics import FILE
 
-FILE = "metrics.jsonl"
 PIECE = 4 << 20  # maximum number of bytes per call, so that a long file does not block the server
 MAX_LINE = 64 << 20  # longer lines are skipped
 OVERLAP = 256  # bytes before the position; if they change, the file has been rewritten
@@ -57,15 +57,5 @@ class Tail:
             return [], has_restarted
         lines = (self.rest + complete).split(b"\n")
         self.rest = rest
-        records = (_record(line) for line in lines if len(line) <= MAX_LINE)
+        records = (metrics.parse(line) for line in lines if len(line) <= MAX_LINE)
         return [record for record in records if record is not None], has_restarted
-
-
-def _record(line):
-    """Parse a line. Return None if it is not a record."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_record = isinstance(record, dict) and isinstance(record.get("iteration"), int)
-    return record if is_record else None

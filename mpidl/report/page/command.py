@@ -39,9 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failure.launched_ranks() is not None:
         raise UserError("report uses one process: run it without mpirun")
     runs = [run_files.read(folder) for folder in run_files.folders(parsed.runs)]
-    head, rows = run_page.result_rows(runs, run_page.names_of(runs))
+    names = run_files.short_names([run.folder for run in runs])
+    head, rows = run_page.result_rows(runs, names)
     print("\n".join(aligned([head, *([printable(cell) for cell in row] for row in rows)], left=2)))
-    for text in run_page.notes(runs):
+    for text in run_page.notes(runs, names):
         print(printable(text))
     if parsed.html is not None:
         write_whole(parsed.html, run_page.render(runs))

@@ -11,7 +11,7 @@ import numpy as np
 from mpidl.report import run_curves, svg_charts
 from mpidl.report.elements import Content, element, page, table
 from mpidl.report.progress.rows import clock
-from mpidl.report.run_files import TIMES, ConfusionTable, RunFiles
+from mpidl.report.run_files import TIMES, RunFiles, short_names
 
 MAX_CLASSES = 30  # with more classes, a page lists the most frequent confusions only
 MAX_PAIRS = 20
@@ -67,32 +67,23 @@ details summary { cursor: pointer; color: var(--dim); margin: 8px 0; }
 
 def render(runs: Sequence[RunFiles]) -> bytes:
     """Return an HTML page about runs. The page needs no other file and no script."""
-    names = names_of(runs)
+    names = short_names([run.folder for run in runs])
     is_single = len(runs) == 1
+    texts = [element("p", text) for text in notes(runs, names)]
     title = f"Run {names[0]}" if is_single else f"{len(runs)} runs"
     return page(
         title,
         STYLE,
         element("h1", title),
         element("p", _subtitle(runs)),
-        *_section("Results", _results(runs, names), *[element("p", text) for text in notes(runs)]),
+        *_section("Results", _results(runs, names), *texts),
         *_section("Curves", _curves(runs, names)),
         *_section("Options", *_options(runs, names)),
-        *_section("Metrics on the test set", *_metrics(runs, names)),
-        *_section("Confusion on the test set", *_confusions(runs, names)),
-        *_section("Ranks and devices", *_devices(runs, names)),
+        *_section("Metrics on the test set", *_of_each(_metrics, runs, names)),
+        *_section("Confusion on the test set", *_of_each(_confusion, runs, names)),
+        *_section("Ranks and devices", *_of_each(_devices, runs, names)),
         *_section("Versions", _versions(runs, names)),
     )
-
-
-def names_of(runs: Sequence[RunFiles]) -> list[str]:
-    """Return a name per run: the shortest end of its path that no other run has."""
-    parts = [run.folder.rstrip("/").split("/") for run in runs]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{run.folder} ({i + 1})" for i, run in enumerate(runs)]
 
 
 def result_rows(
@@ -121,12 +112,10 @@ def _subtitle(runs):
     return f"{folders}. Last record: {max(written)}."
 
 
-def notes(runs: Sequence[RunFiles]) -> list[str]:
+def notes(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:
     """Return a text for each run whose final validation differs from the one in training."""
-    texts = [
-        (name, run.history.disagreement()) for name, run in zip(names_of(runs), runs, strict=True)
-    ]
-    return [f"note: {name}: {text}" for name, text in texts if text is not None]
+    texts = [run.history.disagreement() for run in runs]
+    return [f"note: {name}: {text}" for name, text in zip(names, texts, strict=True) if text]
 
 
 def _results(runs, names):
@@ -259,28 +248,26 @@ def _option(options: Mapping[str, Any], name: str) -> str:
     return "" if name not in options else str(options[name])
 
 
-def _metrics(runs, names):
+def _of_each(contents_of, runs, names):
+    """Return the contents for each run, below the name of the run if there are several."""
     contents: list[Content] = []
     for run, name in zip(runs, names, strict=True):
-        if len(run.metrics) > 1:
-            head, *rows = run.metrics
-            rows = rows if len(rows) <= MAX_CLASSES else rows[-1:]
-            contents.append(element("h3", name) if len(runs) > 1 else None)
-            contents.append(table(head, rows))
+        if parts := contents_of(run):
+            contents += [element("h3", name) if len(runs) > 1 else None, *parts]
     return contents
 
 
-def _confusions(runs, names):
-    contents: list[Content] = []
-    for run, name in zip(runs, names, strict=True):
-        if run.confusion is not None:
-            contents.append(element("h3", name) if len(runs) > 1 else None)
-            contents += _confusion(run.confusion)
-    return contents
+def _metrics(run):
+    if len(run.metrics) < 2:
+        return []
+    head, *rows = run.metrics
+    return [table(head, rows if len(rows) <= MAX_CLASSES else rows[-1:])]
 
 
-def _confusion(confusion: ConfusionTable) -> list[Content]:
-    counts, classes = confusion.counts, confusion.classes
+def _confusion(run: RunFiles) -> list[Content]:
+    if run.confusion is None:
+        return []
+    confusion, counts, classes = run.confusion, run.confusion.counts, run.confusion.classes
     labels = int(counts.sum())
     text = f"Accuracy {confusion.accuracy:.4f} on {labels} labels."
     if len(classes) > MAX_CLASSES:
@@ -305,20 +292,14 @@ def _shaded(count, shade):
     return element("td", str(count), style=style, class_="dark" if shade > 0.5 else "light")
 
 
-def _devices(runs, names):
-    contents: list[Content] = []
-    for run, name in zip(runs, names, strict=True):
-        if not run.ranks and not run.summary:
-            continue
-        contents.append(element("h3", name) if len(runs) > 1 else None)
-        if run.ranks:
-            contents.append(_rank_table(run.ranks))
-        else:
-            facts = {key: run.summary.get(key) for key in ("ranks", "threads", "device")}
-            ranks, threads, device = ("" if v is None else str(v) for v in facts.values())
-            row = [ranks, device, threads]
-            contents.append(table(["ranks", "device", "threads per rank"], [row], "options"))
-    return contents
+def _devices(run):
+    if run.ranks:
+        return [_rank_table(run.ranks)]
+    if not run.summary:
+        return []
+    facts = [run.summary.get(name) for name in ("ranks", "device", "threads")]
+    row = ["" if fact is None else str(fact) for fact in facts]
+    return [table(["ranks", "device", "threads per rank"], [row], "options")]
 
 
 def _rank_table(ranks):

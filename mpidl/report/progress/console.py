@@ -221,11 +221,7 @@ class Console:
         """Print the validation of the returned network, and a note if there is one."""
         if self.stream is None or not self.progress:
             return
-        name, score = "loss", evaluation.loss
-        if evaluation.accuracy is not None:
-            name, score = "accuracy", evaluation.accuracy
-        text = f"{score:.4f}" if name == "accuracy" else f"{score:.6g}"
-        self.line(f"Validation {name} of the returned network: {text} ({evaluation.images} images)")
+        self.line(rows.score_line("Validation {} of the returned network", evaluation))
         if note is not None:
             self.line(f"note: {note}")
 
@@ -247,13 +243,10 @@ class Console:
     def finish(self, out: str, seconds: float, test: Scores | None = None) -> None:
         """Remove the bar and print the results of the run."""
         self.close()
-        if test is not None and test.accuracy is not None:
-            self.line(f"Test accuracy: {test.accuracy:.4f} ({test.images} images)")
-        elif test is not None:
-            self.line(f"Test loss: {test.loss:.6g} ({test.images} images)")
-        if test is not None and test.metrics is not None:
-            for name, value in test.metrics.values.items():
-                self.line(f"Test {name}: {value:.4f}")
+        if test is not None:
+            self.line(rows.score_line("Test {}", test))
+            for name, text in rows.metric_texts(test).items():
+                self.line(f"Test {name}: {text}")
         self.line(f"Training time: {rows.clock(seconds)}")
         self.line(f"Results: {out}")
 
@@ -312,7 +305,7 @@ class Console:
         if self.follows_terminal:  # the user may have resized the terminal
             self.width = terminal_width(self.stream) or self.width
         if self.bar is None:
-            self.bar = BottomLine(self.stream, self.width)
+            self.bar = BottomLine(self.stream or sys.stdout, self.width)
         stage = self._stage()
         if not self.is_started:
             self.bar.draw(self.width, "", None, [Field(stage.describe() if stage else "")])

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpidl.report import svg_charts
+from mpidl.report.history import HistoryRecorder
 from mpidl.report.loop_records import LoopRecords
 from mpidl.report.progress import rows
 from mpidl.report.progress.notebook_records import PREFIX, Recorder, recorder
-from mpidl.report.run_curves import LINES
+from mpidl.report.run_curves import curves_of
 
 DRAW_SECONDS = 0.5  # shortest time between two drawings
 CHART_SIZE = 430, 230  # pixels
@@ -31,10 +32,11 @@ class LoopListener:
         return self._records(facts)
 
     def _write(self, record):
-        if self._recorder is None:
-            self._recorder = recorder()
-            self._recorder.write({"kind": "start", "epochs": 0, "iterations": 0, "iteration": 0})
-        self._recorder.write(record)
+        if self._recorder is None and (new := recorder()) is not None:
+            new.write({"kind": "start", "epochs": 0, "iterations": 0, "iteration": 0})
+            self._recorder = new
+        if self._recorder is not None:
+            self._recorder.write(record)
 
     def end(self, is_stopped: bool) -> None:
         """Record the end of the loop."""
@@ -51,9 +53,8 @@ class Run:
         self.start_time, self.end_time = time.monotonic(), 0.0
         self.epochs = self.iterations = self.first = 0.0
         self.last: dict[str, Any] = {}  # the last iteration
-        self.curves: dict[str, svg_charts.Curve] = {}  # {series: points (iteration, value)}
+        self.recorder = HistoryRecorder()
         self.validation: dict[str, Any] = {}
-        self.epoch_start = 0.0
         self.state = "starting"
 
     def read(self) -> None:
@@ -67,7 +68,7 @@ class Run:
         kind = record["kind"]
         if kind == "start":
             self.epochs, self.iterations = record["epochs"], record["iterations"]
-            self.first = self.epoch_start = record["iteration"]
+            self.first = record["iteration"]
         elif kind == "state":
             self.state = record["state"]
             if self.state not in ("training", "finishing"):
@@ -77,13 +78,7 @@ class Run:
                 self.last, self.state = record, "training"
             elif kind in ("validation", "final_validation"):
                 self.validation = record
-            x = record["iteration"]
-            if kind == "epoch":  # the mean of an epoch is drawn at the middle of its iterations
-                x, self.epoch_start = (self.epoch_start + x) / 2, x
-            for name in ("loss", "accuracy"):
-                if record.get(name) is not None:
-                    curve = self.curves.setdefault(f"{kind} {name}", svg_charts.Curve())
-                    curve.add(x, record[name])
+            self.recorder.add(record)
 
     def end(self) -> None:
         """Stop the clock, and stop reading."""
@@ -125,22 +120,17 @@ class Run:
         x_end = self.last["iteration"] if self.last else 1.0
         if not self.end_time:
             x_end = min(1.25 * x_end, self.iterations or math.inf)  # space for later iterations
-        charts = [
-            svg_charts.chart(name, self._lines(name), log=log, ends=(x_end, y_end), size=CHART_SIZE)
-            for name, log, y_end in (("loss", True, None), ("accuracy", False, 1.0))
-            if f"iteration {name}" in self.curves
-        ]
+        history, charts = self.recorder.history(), []
+        for name, y_end in (("loss", None), ("accuracy", 1.0)):
+            curves, ends = curves_of(history, name), (x_end, y_end)
+            if "iteration" in curves:
+                lines, log = list(curves.values()), name == "loss"
+                charts.append(svg_charts.chart(name, lines, log=log, ends=ends, size=CHART_SIZE))
         drawn = "".join(ElementTree.tostring(c, "unicode", method="html") for c in charts)
         style = "font-family:sans-serif;font-size:13px;margin:4px 0"
         columns = f"display:grid;grid-template-columns:repeat(auto-fill,{CHART_SIZE[0]}px)"
         facts = " · ".join(self.facts())
         return f'<div style="{style}">{facts}<div style="{columns}">{drawn}</div></div>'
-
-    def _lines(self, name):
-        return [
-            svg_charts.Line(label, list(self.curves.get(f"{kind} {name}", ())), colour, style)
-            for kind, (label, colour, style) in LINES.items()
-        ]
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {"text/html": self.html(), "text/plain": ", ".join(self.facts())}

@@ -69,6 +69,13 @@ def validation_lines(iteration: int, validation: Scores) -> list[str]:
     return [f"{start}, {line}" for line in _filled(texts, ", ", LOG_COLUMNS - len(start) - 2)]
 
 
+def score_line(subject: str, scores: Scores) -> str:
+    """Return the line for the accuracy, or for the loss without classes; `subject` has a {}."""
+    name = "loss" if scores.accuracy is None else "accuracy"
+    text = f"{scores.loss:.6g}" if scores.accuracy is None else f"{scores.accuracy:.4f}"
+    return f"{subject.format(name)}: {text} ({scores.images} images)"
+
+
 def metric_texts(validation: Scores) -> dict[str, str]:
     """Return the metrics of a validation as {name: text}."""
     values = {} if validation.metrics is None else validation.metrics.values

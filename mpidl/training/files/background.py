@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -59,6 +59,8 @@ class BackgroundWriter:
         self.starts_process = starts_process
         self.problem: UserError | LostLock | None = None
         self.process: subprocess.Popen | None = None
+        self._jobs: IO[bytes]  # stdin and stdout of the process
+        self._reply_pipe: IO[bytes]
         self._memory = -1  # file descriptor of the shared memory
         self._pending: list[str] = []  # kinds of the jobs to which the process has not replied
         self._replies = b""
@@ -164,42 +166,48 @@ class BackgroundWriter:
             return
         self._memory = _nameless_memory()
         try:
-            self.process = side_process.start(
+            self.process = process = side_process.start(
                 ["-c", f"from {__name__} import main; main()", str(self._memory)],
                 stdout=subprocess.PIPE,
                 pass_fds=[self._memory],
             )
         except OSError:  # such as at a limit on the number of processes
             self._end()
+        else:
+            assert process.stdin is not None and process.stdout is not None
+            self._jobs, self._reply_pipe = process.stdin, process.stdout
 
     def _end(self):
+        """End the process, and return its exit code; 0 without a process."""
+        code = 0
         if self.process is not None:
             process, self.process = self.process, None
             with contextlib.suppress(OSError):
-                process.stdin.close()
-            process.wait()
-            process.stdout.close()
+                self._jobs.close()
+            code = process.wait()
+            self._reply_pipe.close()
         if self._memory >= 0:
             os.close(self._memory)
         self._memory, self._pending, self._replies = -1, [], b""
+        return code
 
     def _send(self, job):
         # Paths in a job may be relative to the current working folder of rank 0.
         line = json.dumps({**job, "working_folder": os.getcwd()}) + "\n"
         self._pending.append(job["kind"])
         with contextlib.suppress(BrokenPipeError):  # `_receive` will notice if the process ended
-            self.process.stdin.write(line.encode())
-            self.process.stdin.flush()
+            self._jobs.write(line.encode())
+            self._jobs.flush()
 
     def _has_reply(self):
         poll = select.poll()
-        poll.register(self.process.stdout, select.POLLIN)
+        poll.register(self._reply_pipe, select.POLLIN)
         return b"\n" in self._replies or bool(poll.poll(0))
 
     def _receive(self):
         """Wait for the reply to the oldest job, and keep its error."""
         while b"\n" not in self._replies:
-            received = os.read(self.process.stdout.fileno(), 1 << 16)
+            received = os.read(self._reply_pipe.fileno(), 1 << 16)
             if not received:
                 raise self._fault()
             self._replies += received
@@ -213,9 +221,7 @@ class BackgroundWriter:
 
     def _fault(self):
         """Return the Fault to raise when the separate process has ended unexpectedly."""
-        process, kind = self.process, self._pending[0]
-        self._end()
-        code = process.returncode
+        kind, code = self._pending[0], self._end()
         end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return Fault(f"the process that was writing the {kind} {end}; the last checkpoint is kept")
 

@@ -21,8 +21,6 @@ from mpidl.files import stamp, write_whole
 from mpidl.training.files import model_file
 
 CURRENT, PREVIOUS = "checkpoint.h5", "checkpoint-previous.h5"
-DESCRIPTION = ("network", "classes", "input_shape", "normalization")
-OPTIONAL_DESCRIPTION = ("crop", "preprocess", "loss")
 
 
 def save(
@@ -51,10 +49,8 @@ def save(
 
 def attributes_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the root attributes of a checkpoint file for the argument `facts` of `save`."""
-    optional = {name: facts.get(name) for name in OPTIONAL_DESCRIPTION}
-    attributes = model_file.describe(*(facts[name] for name in DESCRIPTION), **optional)
-    described = (*DESCRIPTION, *OPTIONAL_DESCRIPTION)
-    remaining_facts = {name: value for name, value in facts.items() if name not in described}
+    attributes = model_file.describe(facts)
+    remaining_facts = {n: value for n, value in facts.items() if n not in model_file.CODING}
     attributes["facts"] = json.dumps(remaining_facts, default=_python_number)
     return attributes
 

@@ -16,7 +16,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -175,58 +175,47 @@ def _digest(tables, attributes):
     return digest.hexdigest()
 
 
-def describe(
-    layers: list[dict[str, Any]],
-    classes: Sequence[str] | None,
-    input_shape: Sequence[int],
-    normalization: str,
-    crop: Sequence[int] | None = None,
-    preprocess: Preprocess | None = None,
-    loss: Mapping[str, Any] | None = None,
-    unwhitened: Iterable[str] = (),
-    input_function: str | None = None,
-) -> dict[str, Any]:
-    """Return the root attributes of a file that describe a network, its input and its loss."""
-    attributes: dict[str, Any] = {
-        "network": json.dumps(layers),
-        "classes": json.dumps(None if classes is None else list(classes)),
-        "input_shape": [int(n) for n in input_shape],
-        "normalization": normalization,
+def _preprocess(text):
+    from mpidl.data.transforms.preprocess import Preprocess
+
+    return Preprocess(**json.loads(text))
+
+
+def _integers(values):
+    return [int(n) for n in values]
+
+
+# {key of a `Description`: (its value as a root attribute of a file, and the inverse)}
+CODING: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "network": (json.dumps, json.loads),
+    "classes": (lambda names: json.dumps(None if names is None else list(names)), json.loads),
+    "input_shape": (_integers, tuple),
+    "normalization": (str, str),
+    "crop": (_integers, tuple),
+    "preprocess": (lambda preprocess: json.dumps(asdict(preprocess)), _preprocess),
+    "loss": (json.dumps, json.loads),
+    "unwhitened": (json.dumps, json.loads),
+    "input_function": (str, str),
+}
+REQUIRED = ("network", "classes", "input_shape", "normalization")
+
+
+def describe(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the root attributes of a file for a `Description`; other keys are ignored."""
+    return {
+        name: encode(description[name])
+        for name, (encode, _) in CODING.items()
+        if name in REQUIRED or description.get(name)
     }
-    if crop is not None:
-        attributes["crop"] = [int(n) for n in crop]
-    if preprocess:
-        attributes["preprocess"] = json.dumps(asdict(preprocess))
-    if loss is not None:
-        attributes["loss"] = json.dumps(loss)
-    if names := list(unwhitened):
-        attributes["unwhitened"] = json.dumps(names)
-    if input_function is not None:
-        attributes["input_function"] = input_function
-    return attributes
 
 
 def described(attributes: Mapping[str, Any]) -> Description:
     """Decode the root attributes of a file; this is the inverse of `describe`."""
-    description: Description = {
-        "network": json.loads(attributes["network"]),
-        "classes": json.loads(attributes["classes"]),
-        "input_shape": tuple(attributes["input_shape"]),
-        "normalization": attributes["normalization"],
+    return {  # type: ignore[return-value]
+        name: decode(attributes[name])
+        for name, (_, decode) in CODING.items()
+        if name in REQUIRED or name in attributes
     }
-    if "crop" in attributes:
-        description["crop"] = tuple(attributes["crop"])
-    if "preprocess" in attributes:
-        from mpidl.data.transforms.preprocess import Preprocess
-
-        description["preprocess"] = Preprocess(**json.loads(attributes["preprocess"]))
-    if "loss" in attributes:
-        description["loss"] = json.loads(attributes["loss"])
-    if "unwhitened" in attributes:
-        description["unwhitened"] = json.loads(attributes["unwhitened"])
-    if "input_function" in attributes:
-        description["input_function"] = str(attributes["input_function"])
-    return description
 
 
 def network_of(
@@ -276,10 +265,21 @@ def network_of(
 
 def description_of(net: Network) -> dict[str, Any]:
     """Return the root attributes of a file that describe `net` with its class names."""
-    name = normalize.USUAL if net.normalization is None else net.normalization.name
-    optional = net.crop, net.preprocess, net.loss, net.unwhitened
-    required = net.spec(), net.classes, net.input_shape, name
-    return describe(*required, *optional, input_function=net.input_function)
+    return describe(_description(net))
+
+
+def _description(net):
+    return {
+        "network": net.spec(),
+        "classes": net.classes,
+        "input_shape": net.input_shape,
+        "normalization": normalize.USUAL if net.normalization is None else net.normalization.name,
+        "crop": net.crop,
+        "preprocess": net.preprocess,
+        "loss": net.loss,
+        "unwhitened": net.unwhitened,
+        "input_function": net.input_function,
+    }
 
 
 def save_model(
@@ -316,24 +316,13 @@ def save_model(
             f"{path}: classes: expected a name for each output of the network, of shape "
             f"{net.output_shape}, found {len(classes)} ({name_list(classes)})"
         )
-    normalization, tables = normalization or normalize.USUAL, {}
-    if net.normalization is not None:
-        normalization = net.normalization.name
-        tables["normalization"] = net.normalization.arrays()
-    attributes = describe(
-        net.spec(),
-        classes,
-        net.input_shape,
-        normalization,
-        crop=net.crop,
-        preprocess=net.preprocess,
-        loss=net.loss,
-        unwhitened=net.unwhitened,
-        input_function=net.input_function,
-    )
-    tables = {name: arrays for name, arrays in tables.items() if arrays}
-    tables = {"learnables": net.parameters, "state": net.state, **tables}
-    write_whole(path, pack(tables, attributes))
+    description = _description(net) | {"classes": classes}
+    tables = {"learnables": net.parameters, "state": net.state}
+    if net.normalization is None:
+        description["normalization"] = normalization or normalize.USUAL
+    elif arrays := net.normalization.arrays():
+        tables["normalization"] = arrays
+    write_whole(path, pack(tables, describe(description)))
 
 
 def load_model(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
+import itertools
 import os
 import shutil
 import time
@@ -18,19 +18,18 @@ from mpidl.errors import LostLock, NotFinite, UserError
 from mpidl.files import call_together, on_rank_0, reason
 from mpidl.ranks import hang_report
 from mpidl.report import Metrics, history, metrics, status
+from mpidl.report.run_files import CLASS_METRICS, CONFUSION, OPTIONS, SUMMARY
 from mpidl.training.audit import audit
 from mpidl.training.files import checkpoint, lock_file
 from mpidl.training.files.background import BackgroundWriter
-from mpidl.training.files.run_lock import RunLock
 from mpidl.training.progress import Position
 
 if TYPE_CHECKING:
-    from mpidl.ranks.world import World
+    from mpidl.training.session import Session
 
-BAD_IMAGES, CONFUSION = "bad-images.csv", "confusion.csv"
-CLASS_METRICS, TIMELINE = "class-metrics.csv", "timeline.json.gz"
+BAD_IMAGES, TIMELINE = "bad-images.csv", "timeline.json.gz"
 # A folder with one of these files belongs to a run.
-MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, history.FILE, status.NAME)
+MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, metrics.FILE, status.NAME)
 # Files of an earlier run that a new run in the same folder removes, in addition to those of
 # trackers. The list does not include the lock, because the new run holds it.
 RESULTS = (
@@ -40,12 +39,12 @@ RESULTS = (
     CONFUSION,
     CLASS_METRICS,
     hang_report.NAME,
-    history.FILE,
+    metrics.FILE,
     "model.h5",
-    "options.toml",
+    OPTIONS,
     "progress.png",
     status.NAME,
-    "summary.json",
+    SUMMARY,
     TIMELINE,
 )
 RECORD = ("kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds")
@@ -108,7 +107,7 @@ def make_folder(out: str, resumed: str | None = None) -> None:
         _remove_run(out, paths)
     if resumed is None:
         return
-    for name in (history.FILE, *(name for tracker in _trackers() for name in tracker.copied)):
+    for name in (metrics.FILE, *(name for tracker in _trackers() for name in tracker.copied)):
         source, target = os.path.join(resumed, name), os.path.join(out, name)
         if os.path.isdir(source):
             shutil.copytree(source, target, dirs_exist_ok=True)
@@ -143,82 +142,23 @@ def _is_same_folder(out, resumed):
     return resumed is not None and os.path.exists(out) and os.path.samefile(out, resumed)
 
 
-class RunFolder:
-    """The folder that `dl.train` writes to, and the checkpoint from which it resumes.
+def next_folder(network: str) -> str:
+    """Make the first of runs/NETWORK, runs/NETWORK-2, ... that does not exist, and return it.
 
-    The constructor is collective.
-
-    Parameters
-    ----------
-    out, resume, overwrite
-        Arguments of `dl.train`.
-    world : World
-        The ranks.
-    lock : RunLock
-        The lock of the folder. The constructor locks an existing folder, and `make` locks a new
-        folder.
-
-    Attributes
-    ----------
-    out : path or None
-        The folder to write to; None if the run has no folder.
-    resume : (arrays, facts) or None
-        The loaded checkpoint; None if the run is not resumed.
-
-    Raises
-    ------
-    UserError
-        On all ranks, if `resume` is neither a folder nor a loaded checkpoint, if the checkpoint
-        cannot be loaded, if `out` contains another run and `overwrite` is false, or if another
-        process uses the folder. The constructor changes no files of a run.
+    Several jobs may call this function at the same time. Raises UserError if the folder cannot be
+    made.
     """
-
-    def __init__(self, out: Any, resume: Any, overwrite: bool, world: World, lock: RunLock) -> None:
-        is_folder = resume is None or isinstance(resume, str | os.PathLike)
-        if not is_folder and not isinstance(resume, tuple):
-            kind = type(resume).__name__
-            raise UserError(f"resume: expected the folder of a run, found {kind}")
-        self.resumed = resume if is_folder else None
-        self.out, self.resume = self.resumed if out is None else out, resume
-        self.lock, self._spelled = lock, PYTHON_WORDS[1 if out is None else 0]
-        # A caller that passes a loaded checkpoint has already prepared the folder.
-        self.is_to_be_cleared = is_folder and (overwrite or resume is not None)
-        if self.out is not None:
-            lock.take(self.out, self._spelled, create=False)
-        self._may_hold_a_run = overwrite or not is_folder
-        self._refuse_a_run()
-        if self.resumed is not None:
-            self.resume = on_rank_0(world, lambda: checkpoint.load(resume))
-
-    def make(self) -> None:
-        """Create and lock the folder, and remove the files of an earlier run. Collective.
-
-        Raises
-        ------
-        UserError
-            If the folder is in use, contains another run, or cannot be written to.
-        """
-        self.lock.take(self.out, self._spelled)
-        self._refuse_a_run()  # another job may have started a run just before the lock was taken
-        if self.is_to_be_cleared:
-            on_rank_0(self.lock.world, self._clear)
-
-    def _refuse_a_run(self):
-        if self.out is not None and not self._may_hold_a_run:
-            on_rank_0(self.lock.world, lambda: refuse_a_run(self.out, self.resumed, PYTHON_WORDS))
-
-    def _clear(self):
-        try:
-            make_folder(self.out, self.resumed)
-        except OSError as error:
-            raise UserError(f"{self.out}: cannot be created: {reason(error)}") from error
-
-    def advice(self, learning_rate: float) -> str:
-        """Return advice for an error message about NaN or infinite values."""
-        has_checkpoint = self.out and checkpoint.exists(self.out)
-        return f"lower --learning-rate (now {learning_rate:g}) or check the images" + (
-            f"; the last checkpoint is in {self.out}" if has_checkpoint else ""
-        )
+    name = os.path.basename(network.rpartition(":")[2]) or "run"
+    try:
+        os.makedirs("runs", exist_ok=True)
+        for number in itertools.count(1):
+            path = os.path.join("runs", name if number == 1 else f"{name}-{number}")
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+                break
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be written: {reason(error)}") from error
+    return path
 
 
 def _recorded(path):
@@ -235,10 +175,8 @@ class RunWriter:
 
     Parameters
     ----------
-    folder : RunFolder
-        The folder of the run. The constructor creates the folder on disk.
-    world : World
-        The ranks.
+    session : Session
+        The run, with its ranks, folder and lock. The constructor makes the folder.
     cut : Cut, optional
         The position of the checkpoint from which the run resumes. Records that the run will repeat
         are removed from metrics.jsonl. By default, the run is new.
@@ -254,8 +192,9 @@ class RunWriter:
         Functions without arguments that rank 0 calls before it writes a checkpoint.
     """
 
-    def __init__(self, folder: RunFolder, world: World, cut: metrics.Cut | None = None) -> None:
-        self.folder, self.out, self.world = folder, folder.out, world
+    def __init__(self, session: Session, cut: metrics.Cut | None = None) -> None:
+        self.session, self.world = session, session.world
+        world = self.world
         self.metrics: Metrics | None = None
         self.record_error: UserError | LostLock | None = None
         # If ranks may be lost, start no process for writing: the process of a lost rank 0 could
@@ -265,11 +204,11 @@ class RunWriter:
         self.recorder = history.HistoryRecorder()
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         self.before_checkpoint: list[Callable[[], None]] = []
-        if folder.out is not None:
-            folder.make()
-            path = os.path.join(self.out, history.FILE)
-            open_metrics = functools.partial(Metrics, path, world.rank, cut=cut)
-            self.metrics = call_together(world, open_metrics)
+        self.out = out = session.out
+        if out is not None:
+            session.make_folder()
+            path = os.path.join(out, metrics.FILE)
+            self.metrics = call_together(world, lambda: Metrics(path, world.rank, cut=cut))
             if cut is not None and cut.iteration:
                 self.recorder = on_rank_0(world, lambda: _recorded(path))
 
@@ -277,7 +216,7 @@ class RunWriter:
         """Call a function that writes files on rank 0; raise its error on all ranks. Collective."""
 
         def write():
-            self.folder.lock.check()
+            self.session.lock.check()
             function()
 
         call_together(self.world, write if self.world.rank == 0 else lambda: None)
@@ -293,20 +232,17 @@ class RunWriter:
         self.recorder.add(record)
         for listener in self.listeners:
             listener(record)
-        if self.metrics is not None:
-            self._try(functools.partial(self.metrics.record, metrics=metrics), *numbers)
+        self.add(Metrics.record, *numbers, metrics=metrics)
 
-    def record_ranks(self, *arguments: Any) -> None:
-        """Call `Metrics.record_ranks`, which writes a line to metrics.jsonl."""
-        if self.metrics is not None:
-            self._try(self.metrics.record_ranks, *arguments)
+    def add(self, method: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        """Call a method of `Metrics`, such as `record_ranks`, if the run has a folder.
 
-    def _try(self, write, *arguments):
-        """Call a function unless an earlier call failed; keep its error for `save` to raise."""
-        if self.record_error is None:
+        If the method fails, `save` raises the error, and later calls do nothing.
+        """
+        if self.metrics is not None and self.record_error is None:
             try:
-                self.folder.lock.check(RECORD_LOOK_SECONDS)
-                write(*arguments)
+                self.session.lock.check(RECORD_LOOK_SECONDS)
+                method(self.metrics, *arguments, **keywords)
             except (UserError, LostLock) as error:
                 self.record_error = error
 
@@ -340,19 +276,20 @@ class RunWriter:
         UserError
             If this checkpoint, or an earlier checkpoint, plot or record, could not be written.
         """
-        if self.out is None:
+        file, out = self.metrics, self.out
+        if file is None or out is None:
             return
         audit(self.world, tables, position.iteration)
         self.check_finite(tables, position.iteration, learning_rate)
 
         def write():
             self.raise_record_error()
-            self.metrics.flush()
+            file.flush()
             for function in self.before_checkpoint:
                 function()
             all_facts = {"position": asdict(position), **facts}
-            claim = self.folder.lock.claim
-            self.background.save(self.out, tables, all_facts, self.metrics.path, claim)
+            claim = self.session.lock.claim
+            self.background.save(out, tables, all_facts, file.path, claim)
 
         self.write(write)
 
@@ -370,19 +307,14 @@ class RunWriter:
         if self.out is not None:
             call_together(self.world, self.background.wait)
 
-    def record_lost(self, *arguments: Any) -> None:
-        """Call `Metrics.record_lost`, which writes a line to metrics.jsonl."""
-        if self.metrics is not None:
-            self._try(self.metrics.record_lost, *arguments)
-
     def rewind(self, cut: metrics.Cut) -> None:
         """Remove the records that the run will repeat.
 
         The current rank 0 may not be the rank that wrote the records.
         """
         self.recorder.cut(cut)
-        if self.metrics is not None and self.world.rank == 0:
-            self._try(self.metrics.rewind, cut, self.recorder.records())
+        if self.world.rank == 0:
+            self.add(Metrics.rewind, cut, self.recorder.records())
 
     def plot(self, end: bool = False) -> None:
         """Start to draw progress.png, at most once per `PLOT_SECONDS`.
@@ -390,15 +322,18 @@ class RunWriter:
         If `end` is true, always draw the plot, and wait until the file is written.
         """
 
+        file = self.metrics
+        if file is None:
+            return
+
         def draw():
             if end or time.monotonic() - self.plot_time >= PLOT_SECONDS:
-                self.metrics.flush()
-                path = os.path.join(self.out, "progress.png")
-                self.background.plot(self.metrics.path, path, wait=end)
+                file.flush()
+                path = os.path.join(os.path.dirname(file.path), "progress.png")
+                self.background.plot(file.path, path, wait=end)
                 self.plot_time = time.monotonic()
 
-        if self.out is not None:
-            self.write(draw)
+        self.write(draw)
 
     def close(self) -> None:
         """Wait for the files that are being written, and close metrics.jsonl.
@@ -407,7 +342,7 @@ class RunWriter:
         """
         self.background.close()
         if self.metrics is not None:
-            self.metrics.close(discard=self.folder.lock.is_lost)
+            self.metrics.close(discard=self.session.lock.is_lost)
 
     def check_finite(
         self,
@@ -421,4 +356,4 @@ class RunWriter:
                 is_float = np.asarray(array).dtype.kind in "fc"  # not an optimizer's other objects
                 if is_float and not np.isfinite(array).all():
                     problem = f"{name} is not finite after iteration {iteration}, on all ranks"
-                    raise NotFinite(problem, self.folder.advice(learning_rate))
+                    raise NotFinite(problem, self.session.advice(learning_rate))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidl.errors import UserError
+from mpidl.evaluation.validation import BEST
 from mpidl.training import batchnorm_moving, input_pipeline, skipped_images
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.progress import Position
@@ -92,6 +95,29 @@ def restore(trainer: Run, arrays: dict[str, Any], facts: dict[str, Any]) -> None
     set_progress(trainer, arrays, facts)
     trainer.initial_state = arrays.get("initial_state", {})
     skipped_images.restore(trainer, facts)
+
+
+def snapshot(
+    trainer: Run, into: Mapping[str, Mapping[str, np.ndarray]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return copies of everything that training changes, for `set_progress`.
+
+    Copies are necessary because the optimizer overwrites arrays in place. They reuse the memory of
+    `into`, an earlier snapshot, if the shapes are equal.
+    """
+    tables, facts = progress(trainer)
+    for table, arrays in tables.items():
+        if table not in BEST:  # arrays of the best network are never changed in place
+            tables[table] = _copy_into(into.get(table, {}), arrays)
+    return tables, {"position": asdict(trainer.position), **copy.deepcopy(facts)}
+
+
+def _copy_into(copies, arrays):
+    if {k: a.shape for k, a in copies.items()} != {k: np.shape(a) for k, a in arrays.items()}:
+        return {name: np.array(array) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        np.copyto(copies[name], array)
+    return copies
 
 
 def copied(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:

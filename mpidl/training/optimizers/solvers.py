@@ -5,11 +5,12 @@ and the help text of `--solver`, the defaults that depend on the solver and the 
 derived from the classes.
 """
 
+import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import Field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["SGDM", "Adam", "AdamW", "RMSProp", "LARS", "LAMB"]
 SolverName: TypeAlias = Literal["sgdm", "adam", "adamw", "rmsprop", "lars", "lamb"]
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 Factors: TypeAlias = Mapping[str, float] | None
 
 
@@ -65,14 +64,8 @@ def _decay_and_clip(
     return WeightDecay(l2, l2_factors, decay_exclude), clip
 
 
-def _solver_arguments(init: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Replace `**shared` in the signature of a constructor, and explain wrong arguments."""
-    signature = inspect.signature(init)
-    own = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
-    parameters = inspect.signature(_decay_and_clip).parameters.values()
-    shared = [p for p in parameters if p.kind == p.KEYWORD_ONLY]
-    vars(init)["__signature__"] = signature.replace(parameters=[*own, *shared])
-    return explain_arguments(init)
+# Replaces `**shared` in the signature of a constructor, and explains wrong arguments.
+_solver_arguments = functools.partial(explain_arguments, passed_to=_decay_and_clip)
 
 
 class Solver(Optimizer):

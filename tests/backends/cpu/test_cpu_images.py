@@ -12,6 +12,7 @@ from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds, images
+from mpidl.backends.shapes import Windows
 
 SHAPES = [(1, 28, 28), (3, 32, 32), (3, 5, 7), (1, 1, 1), (2, 3, 16), (1, 2, 17), (4, 2, 33)]
 
@@ -120,7 +121,7 @@ def test_another_thread_may_prepare_images_while_a_kernel_runs():
                 differences.append("images")
 
     def pool():
-        return cpu.average_pool2d(x, (2, 2), (2, 2), ((0, 0), (0, 0)), True)
+        return cpu.average_pool2d(x, Windows((2, 2), (2, 2), ((0, 0), (0, 0))), True)
 
     library = builds.kernels()
     library.set_threads(2)

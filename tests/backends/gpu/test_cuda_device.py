@@ -9,8 +9,8 @@ import types
 import numpy as np
 import pytest
 
+from mpidl.backends.discovery import Gpu, Visible
 from mpidl.backends.gpu import cuda_device, kernels, nvrtc
-from mpidl.backends.gpu.discovery import Gpu, Visible
 from mpidl.errors import UserError
 
 

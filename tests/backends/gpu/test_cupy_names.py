@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mpidl.backends.gpu import cuda_device, discovery
+from mpidl.backends import discovery
+from mpidl.backends.gpu import cuda_device
 from mpidl.comm import nccl
 
 SOURCES = [Path(module.__file__) for module in (cuda_device, discovery, nccl)]

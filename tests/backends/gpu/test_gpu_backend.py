@@ -8,6 +8,7 @@ from mpidl import backends
 from mpidl.backends.gpu import array
 from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.gpu.sums import Counts
+from mpidl.backends.shapes import ChannelNorm
 from mpidl.core.blocks import LANES, Blocked, OneRank, share
 from mpidl.core.tape import Var
 
@@ -43,10 +44,10 @@ def test_concat_and_cross_channel_norm_refuse_flattened_images(device):
     with pytest.raises(ValueError, match="concat: on a GPU, expected images or features"):
         GPU.concat([x, x])
     with pytest.raises(ValueError, match="cross_channel_norm: on a GPU, expected"):
-        GPU.cross_channel_norm(x, 5, 1e-4, 0.75, 2.0)
+        GPU.cross_channel_norm(x, ChannelNorm(5, 1e-4, 0.75, 2.0))
 
 
 def test_cross_channel_norm_refuses_windows_beyond_shared_memory(device):
     x = array.lanes(np.ones((1, 7000, LANES), np.float32))
     with pytest.raises(ValueError, match="at most 6144 channels, got 13999"):
-        GPU.cross_channel_norm_dx(x, x, 20000, 1e-4, 0.75, 2.0)
+        GPU.cross_channel_norm_dx(x, x, ChannelNorm(20000, 1e-4, 0.75, 2.0))

@@ -9,7 +9,7 @@ from emulator import EmulatedDevice
 from mpidl.backends import settings
 from mpidl.backends.gpu import activation, array, conv, kernels, launching, optimizer, pool
 from mpidl.backends.reference.activation import FUNCTIONS
-from mpidl.backends.shapes import Geometry
+from mpidl.backends.shapes import Geometry, Windows
 from mpidl.core import fold
 from mpidl.core.blocks import LANES
 
@@ -101,4 +101,4 @@ def _convolve(blocks, image, filters, *numbers):
 
 def _pool(channels):
     x = array.empty_lanes((1, channels, 8, 8, LANES))
-    pool.max_pool2d(x, (2, 2), (2, 2), UNPADDED)
+    pool.max_pool2d(x, Windows((2, 2), (2, 2), UNPADDED))

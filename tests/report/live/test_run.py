@@ -12,7 +12,8 @@ from image_sets import refusal
 
 from mpidl.report import status, stop_file
 from mpidl.report.live import run as live_run
-from mpidl.report.live.run import LiveRun, runs_of, short_names
+from mpidl.report.live.run import LiveRun, runs_of
+from mpidl.report.run_files import short_names
 
 
 def write_run(folder, iterations=range(1, 11), *, epochs=2, per_epoch=10, **values):
@@ -195,6 +196,7 @@ def test_short_names():
     assert short_names(["/x/a", "/y/a", "/y/b"]) == ["x/a", "y/a", "y/b"]
     assert short_names(["/a", "/b/a"]) == ["a", "b/a"]
     assert short_names(["/"]) == ["/"]
+    assert short_names(["a", "a/"]) == ["a (1)", "a/ (2)"]
 
 
 def test_folders_that_are_no_runs_are_refused(tmp_path):

@@ -10,6 +10,7 @@ from short_training import pictures, small
 import mpidl as dl
 from mpidl.report import Console
 from mpidl.report.progress import notebook, notebook_records
+from mpidl.report.run_curves import curves_of
 
 START = {"kind": "start", "epochs": 20, "iterations": 1000, "iteration": 0}
 
@@ -65,9 +66,10 @@ def test_the_display_of_a_training(recorded, displays, world):
     assert f"validation loss {result.validation_loss:.4f}" in updates[0]
     assert f"validation f1 {result.history.final_validation.metrics['f1'][-1]:.4f}" in updates[0]
     assert updates[0].endswith("elapsed, finished")
-    assert [x for x, _ in run.curves["epoch loss"]] == [1.5, 4.5]
-    assert [x for x, _ in run.curves["validation accuracy"]] == [3, 6]
-    assert len(list(run.curves["iteration loss"])) == 6
+    curves = curves_of(run.recorder.history(), "loss")
+    assert [x for x, _ in curves["epoch"].points] == [1.5, 4.5]
+    assert [x for x, _ in curves["validation"].points] == [3, 6]
+    assert len(curves["iteration"].points) == 6
     html = run._repr_mimebundle_()["text/html"]
     assert len(elements(html, "svg")) == 2 and len(elements(html, "polyline")) == 8
     assert "script" not in html
@@ -79,7 +81,7 @@ def test_the_returned_network_is_drawn_at_its_iteration(recorded, displays, worl
     result = trained(world, **options, **rate)
     notebook.LiveDisplay(str(recorded)).update()
     ((run, _),) = displays
-    (point,) = run.curves["final_validation loss"]
+    (point,) = curves_of(run.recorder.history(), "loss")["final_validation"].points
     final = result.history.final_validation
     assert point == (final.iteration[0], final.loss[0])
     assert point[0] == result.best_iteration < result.iterations

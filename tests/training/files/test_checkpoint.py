@@ -374,7 +374,14 @@ def test_a_model_is_no_checkpoint(model, tmp_path):
 def test_inconsistent_models_are_refused(tmp_path):
     path = tmp_path / "model.h5"
     net = network(1)
-    attributes = model_file.describe(net.spec(), [], net.input_shape, "none")
+    attributes = model_file.describe(
+        {
+            "network": net.spec(),
+            "classes": [],
+            "input_shape": net.input_shape,
+            "normalization": "none",
+        }
+    )
 
     def write(parameters):
         tables = {"learnables": parameters, "state": net.state}

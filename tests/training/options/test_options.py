@@ -1,12 +1,11 @@
-"""Test options: values, sources, the command line, output folders, and changes on resume."""
+"""Test options: values, sources, the command line, and changes on resume."""
 
-import os
 import pickle
 
 import numpy as np
 import pytest
 
-from mpidl.cli import arguments, info, predict, start, verify
+from mpidl.cli import arguments, info, predict, verify
 from mpidl.data import ArrayDatastore
 from mpidl.errors import UserError
 from mpidl.training.files import resume_changes
@@ -399,47 +398,3 @@ def test_help_names_every_option_on_one_rank_only(capsys):
     with pytest.raises(SystemExit):
         arguments.train(["--help"], quiet=True)
     assert capsys.readouterr().out == ""
-
-
-def test_output_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert start.output_folder({}, "digits") == "runs/digits"
-    assert start.output_folder({}, "digits") == "runs/digits-2"
-    assert start.output_folder({}, "nets/my.py:small") == "runs/small"
-    assert start.output_folder({"resume": "runs/digits"}, "digits") == "runs/digits"
-
-    assert start.output_folder({"out": "mine/one"}, "digits") == "mine/one"
-    for name in ("checkpoint.h5", "checkpoint-previous.h5", "metrics.jsonl", "notes.txt"):
-        (tmp_path / "mine/one" / name).write_text("old")
-    resumed = {"out": "mine/two", "resume": "mine/one"}
-    assert start.output_folder(resumed, "digits") == "mine/two"
-    assert os.listdir("mine/two") == ["metrics.jsonl"]
-    start.output_folder({"out": "mine/one"}, "digits")
-    assert os.listdir("mine/one") == ["notes.txt"]
-
-
-def test_an_output_folder_with_a_run_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    os.mkdir("run")
-    start.check_output_folder({"out": "run"})
-    start.check_output_folder({"out": "none"})
-    for name in ("checkpoint.h5", "checkpoint-previous.h5"):
-        (tmp_path / "run" / name).write_text("old")
-        text = refused(start.check_output_folder, {"out": "run"})
-        assert text.startswith("--out run: it contains a run, whose checkpoint cannot be loaded: ")
-        assert text.endswith(": --resume run continues it, --overwrite replaces it")
-        # The folder may be given by a different path.
-        start.check_output_folder({"out": "run", "resume": f"{tmp_path}/run"})
-        start.check_output_folder({"out": "run", "overwrite": True})
-        other = {"out": "run", "resume": str(tmp_path)}
-        assert refused(start.check_output_folder, other) == text
-        os.unlink(tmp_path / "run" / name)
-
-
-def test_an_output_folder_that_cannot_be_created_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    out = str(tmp_path / "file" / "run")
-    assert refused(start.output_folder, {"out": out}, "digits").startswith(f"--out {out}: ")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").write_text("")
-    assert "runs" in refused(start.output_folder, {}, "digits")

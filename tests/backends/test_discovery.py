@@ -3,8 +3,8 @@
 import sys
 import types
 
-from mpidl.backends.gpu import discovery
-from mpidl.backends.gpu.discovery import Gpu, Visible
+from mpidl.backends import discovery
+from mpidl.backends.discovery import Gpu, Visible
 
 
 class Driver:

@@ -43,11 +43,18 @@ class Versions(NamedTuple):
     made_for: str  # the CUDA version that CuPy is built for
 
 
+def has_kernels():
+    """Return whether this copy of mpidl can compute on GPUs: `backends.gpu` is a wing."""
+    return os.path.isdir(os.path.join(os.path.dirname(__file__), "gpu"))
+
+
 def visible():
     """Return the GPUs of this process as a Visible. Import CuPy only if the driver finds a GPU."""
     driver_count, reason = _ask_driver()
     if not driver_count:
         return Visible((), reason)
+    if not has_kernels():
+        return Visible((), "this copy of mpidl has no folder mpidl/backends/gpu/", driver_count)
     if not packages():
         extra = "cuda13" if driver_version() >= 13000 else "cuda12"
         return Visible((), f"CuPy is not installed: run/install --with {extra}", driver_count)

@@ -11,10 +11,10 @@ from short_training import pictures, small
 
 import mpidl as dl
 from mpidl.errors import Fault, FolderInUse, LostLock, UserError
-from mpidl.training.files import lock_file, run_lock
+from mpidl.training.files import folder_lock, lock_file
+from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.files.lock_file import NAME, LockFile
 from mpidl.training.files.lock_holder import Holder
-from mpidl.training.files.run_lock import RunLock
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 
@@ -28,7 +28,7 @@ def folder(world, tmp_path):
 @pytest.fixture(autouse=True)
 def quick_renewals(monkeypatch):
     monkeypatch.setattr(lock_file, "RENEW_SECONDS", 0.01)
-    monkeypatch.setattr(run_lock, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(folder_lock, "POLL_SECONDS", 0.01)
 
 
 def train(world, out, hooks=(), **arguments):
@@ -157,7 +157,7 @@ def test_a_run_that_has_lost_its_lock_writes_nothing(world, folder, lose, cause)
 
     def lose_lock(trainer):
         lose(out)
-        wait_until(lambda: trainer.writer.folder.lock.is_lost)
+        wait_until(lambda: trainer.session.lock.is_lost)
         snapshot.update((path.name, path.read_bytes()) for path in out.iterdir())
 
     text = f"^{out}/{NAME}: this run has lost its lock: {cause}"
@@ -180,7 +180,7 @@ def test_a_run_notices_the_loss_before_the_next_checkpoint(world, folder):
             iterations.append(trainer.position.iteration)
             if len(iterations) == 2 and world.rank == 0:
                 removed(folder)
-                wait_until(lambda: trainer.writer.folder.lock.is_lost)
+                wait_until(lambda: trainer.session.lock.is_lost)
             trainer.world.barrier()
 
     with pytest.raises(LostLock):
@@ -219,7 +219,7 @@ def test_a_run_waits_for_a_lock_that_may_be_free(world, folder, monkeypatch, cap
 
 
 def test_a_lock_is_renewed(world, folder):
-    with RunLock(world) as lock:
+    with FolderLock(world) as lock:
         lock.take(folder)
         if world.rank == 0:
             os.utime(folder / NAME, (1, 1))
@@ -229,7 +229,7 @@ def test_a_lock_is_renewed(world, folder):
 
 
 def test_a_missing_folder_is_locked_when_it_is_created(world, folder):
-    with RunLock(world) as lock:
+    with FolderLock(world) as lock:
         lock.take(folder / "run", create=False)
         world.barrier()
         assert not (folder / "run").exists()
@@ -242,21 +242,24 @@ def test_a_missing_folder_is_locked_when_it_is_created(world, folder):
 def test_a_folder_that_cannot_be_written_to(world, folder):
     path = folder / "file"
     path.touch()
-    with RunLock(world) as lock, pytest.raises(UserError, match=f"^--out {path}/run: cannot be wr"):
+    with (
+        FolderLock(world) as lock,
+        pytest.raises(UserError, match=f"^--out {path}/run: cannot be wr"),
+    ):
         lock.take(path / "run", "--out {}")
 
 
 def test_the_next_rank_0_takes_over_the_lock_of_a_lost_one(world, folder, monkeypatch):
     machine = dataclasses.replace(Holder.current({}), machine="other", host="n1")
-    with RunLock(world) as lock:
+    with FolderLock(world) as lock:
         with monkeypatch.context() as patch:
-            patch.setattr(run_lock.Holder, "current", lambda: machine)
+            patch.setattr(folder_lock.Holder, "current", lambda: machine)
             lock.take(folder)
         lock.take_over()
         file, token = lock._file, lock._token
         assert token == world.broadcast(machine.token)  # rank 0 is not lost, so nothing changes
         lock._file = None  # simulate a rank that has never held the lock
-        lock._thread = run_lock.threading.Thread(target=lock._renew, daemon=True)
+        lock._thread = folder_lock.threading.Thread(target=lock._renew, daemon=True)
         lock.take_over()
         assert lock._token != token and (world.rank or lock._file.attempt is not None)
         lock.confirm()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5  # time between two attempts to take the lock
 
 
-class RunLock:
+class FolderLock:
     """Context manager that holds the lock of a run's folder from `take` to the end of the block.
 
     A thread on rank 0 renews the lock. Leaving the block is not a collective operation.
@@ -42,7 +42,7 @@ class RunLock:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="mpidl lock", daemon=True)
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> FolderLock:
         return self
 
     def __exit__(
@@ -152,4 +152,5 @@ class RunLock:
 
     def _renew(self):
         while not self._is_over.wait(lock_file.RENEW_SECONDS):
-            self._file.renew()
+            if self._file is not None:
+                self._file.renew()

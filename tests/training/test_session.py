@@ -1,0 +1,86 @@
+"""Test which folder a session prepares for a run, and which folders it refuses.
+
+The tests run on one rank; test_run_folder.py tests whole runs on any number of ranks.
+"""
+
+import os
+
+import pytest
+
+import mpidl as dl
+from mpidl.training.files import checkpoint
+from mpidl.training.files.folder_lock import FolderLock
+from mpidl.training.files.run_folder import COMMAND_WORDS
+from mpidl.training.session import Session
+
+RUN = ("checkpoint.h5", "checkpoint-previous.h5", "metrics.jsonl", "notes.txt")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current working folder, which is empty."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoint, "load", lambda folder: ({}, {"folder": folder}))
+    return tmp_path
+
+
+def session_of(*, title=None, **arguments):
+    """Return a session of the command. With a title, its folder has been made."""
+    world = dl.World(threads=1)
+    with FolderLock(world) as lock:
+        session = Session(world, lock, **arguments, words=COMMAND_WORDS)
+        if title is not None:
+            session.make_folder(title)
+    return session
+
+
+def refused(**arguments):
+    """Return the message of the error that `session_of` raises. The message must be one line."""
+    with pytest.raises(dl.UserError) as error:
+        session_of(**arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_run_without_a_folder_gets_a_new_one(here):
+    assert session_of(title="digits").out == "runs/digits"
+    assert session_of(title="digits").out == "runs/digits-2"
+    assert session_of(title="nets/my.py:small").out == "runs/small"
+    session = session_of(title="digits", resume="runs/digits")
+    assert session.out == "runs/digits" and session.checkpoint[1] == {"folder": "runs/digits"}
+
+
+def test_files_of_an_earlier_run_are_removed(here):
+    assert session_of(out="mine/one", title="digits").out == "mine/one"
+    for name in RUN:
+        (here / "mine/one" / name).write_text("old")
+    assert session_of(out="mine/two", resume="mine/one", title="digits").out == "mine/two"
+    assert os.listdir("mine/two") == ["metrics.jsonl"]
+    assert set(os.listdir("mine/one")) == set(RUN)
+    session_of(out="mine/one", overwrite=True, title="digits")
+    assert os.listdir("mine/one") == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", RUN[:2])
+def test_a_folder_with_another_run_is_refused(here, monkeypatch, name):
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    os.mkdir("run")
+    session_of(out="run")
+    session_of(out="none")
+    (here / "run" / name).write_text("old")
+    text = refused(out="run")
+    assert text.startswith("--out run: it contains a run, whose checkpoint cannot be loaded: ")
+    assert text.endswith(": --resume run continues it, --overwrite replaces it")
+    assert refused(out="run", resume=str(here)) == text
+    session_of(out="run", overwrite=True)
+    monkeypatch.setattr(checkpoint, "load", lambda folder: ({}, {}))
+    session_of(out="run", resume=f"{here}/run")  # a different path of the same folder
+
+
+def test_a_folder_that_cannot_be_created_is_refused(here):
+    (here / "file").write_text("")
+    out = str(here / "file" / "run")
+    assert refused(out=out, title="digits").startswith(f"--out {out}: cannot be written: ")
+    (here / "runs").write_text("")
+    assert refused(title="digits").startswith("runs: cannot be written: ")
