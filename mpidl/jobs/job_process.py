@@ -65,11 +65,12 @@ class JobProcess:
         except OSError as error:
             raise UserError(f"{words[0]}: cannot be started: {error.strerror}") from error
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
-        self._reader = threading.Thread(target=self._pass_on, daemon=True)
+        target, stderr = self._pass_on, self._process.stderr
+        self._reader = threading.Thread(target=target, args=(stderr,), daemon=True)
         self._reader.start()
 
-    def _pass_on(self):
-        for line in self._process.stderr:
+    def _pass_on(self, stderr):
+        for line in stderr:
             text = line.decode(errors="replace")
             with contextlib.suppress(OSError):  # if stderr is closed, the job must not block
                 sys.stderr.write(text)

@@ -26,7 +26,9 @@ def here(tmp_path, monkeypatch):
 
 def session_of(*, title=None, **arguments):
     """Return a session of the command. With a title, its folder has been made."""
-    world = dl.World(threads=1)
+    from mpi4py import MPI
+
+    world = dl.World(MPI.COMM_SELF, threads=1)
     with FolderLock(world) as lock:
         session = Session(world, lock, **arguments, words=COMMAND_WORDS)
         if title is not None:

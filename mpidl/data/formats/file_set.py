@@ -70,15 +70,17 @@ class FileSet:
 
     def read_rows(self, rows: np.ndarray, files: np.ndarray, offsets: np.ndarray) -> None:
         """Fill each row of a C-ordered array with bytes that start at an offset of a file."""
+        sizes = np.full(len(files), rows.nbytes // max(len(rows), 1))
+        fetches = self.read_ahead(files, offsets, sizes)  # of all files, before the first read
         for file, start, stop in self._runs(files):
             file.read_rows(rows[start:stop], offsets[start:stop])
+        del fetches
 
     def read_ranges(self, files: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> list[bytes]:
         """Return the bytes of each range. Sizes may differ."""
-        return [
-            file.read_range(offset, size)
-            for file, start, stop in self._runs(files)
-            for offset, size in zip(
-                offsets[start:stop].tolist(), sizes[start:stop].tolist(), strict=True
-            )
-        ]
+        fetches, ranges = self.read_ahead(files, offsets, sizes), list[bytes]()
+        for file, start, stop in self._runs(files):
+            places = zip(offsets[start:stop].tolist(), sizes[start:stop].tolist(), strict=True)
+            ranges += [file.read_range(offset, size) for offset, size in places]
+        del fetches
+        return ranges

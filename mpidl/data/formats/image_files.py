@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -39,8 +41,8 @@ def decode(
     pixels than Pillow considers safe. Pixels are written to `out` if it is given. Raises UserError,
     which names the file, if it is missing, damaged, or of another format.
     """
-    Image, JpegImageFile, UnidentifiedImageError = _pillow()
-    try:
+    Image, JpegImageFile = _pillow()
+    with _naming(path):
         now = None
         if content is None:
             content, now = _content_of(path)
@@ -57,18 +59,26 @@ def decode(
             if shape != expected:
                 return shape, now
         return pixels_of(image, preprocess, out), now
-    except UnidentifiedImageError:
-        raise UserError(
-            f"{printable(path)}: expected a PNG, JPEG, BMP or TIFF image, found another format "
-            "or a damaged file"
-        ) from None
+
+
+@contextlib.contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Convert any error in the `with` block to a UserError that names the image file."""
+    try:
+        yield
     except FileNotFoundError:
-        raise UserError(f"{printable(path)}: the file no longer exists") from None
+        text = "the file no longer exists"
     except UserError as e:  # the Preprocess rejects the image
-        raise UserError(f"{printable(path)}: {e}") from None
+        text = str(e)
     except Exception as e:  # Pillow raises exceptions of many types for damaged files
-        text = reason(e).splitlines()[0]
-        raise UserError(f"{printable(path)}: the image cannot be read: {text}") from None
+        from PIL import UnidentifiedImageError
+
+        text = f"the image cannot be read: {reason(e).splitlines()[0]}"
+        if isinstance(e, UnidentifiedImageError):
+            text = "expected a PNG, JPEG, BMP or TIFF image, found another format or a damaged file"
+    else:
+        return
+    raise UserError(f"{printable(path)}: {text}") from None
 
 
 def read_file(path: str) -> tuple[bytes, Stamp]:
@@ -76,12 +86,8 @@ def read_file(path: str) -> tuple[bytes, Stamp]:
 
     Raises UserError if the file is missing, cannot be read, or has more than `MAX_BYTES` bytes.
     """
-    try:
+    with _naming(path):
         return _content_of(path)
-    except FileNotFoundError:
-        raise UserError(f"{printable(path)}: the file no longer exists") from None
-    except (OSError, ValueError) as e:
-        raise UserError(f"{printable(path)}: the image cannot be read: {reason(e)}") from None
 
 
 def _content_of(path):
@@ -102,12 +108,12 @@ def _content_of(path):
 @functools.cache
 def _pillow():
     """Import Pillow, and return the classes that `decode` uses. Called for the first file."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
     from PIL.JpegImagePlugin import JpegImageFile
 
     if hasattr(Image.core, "set_blocks_max"):
         Image.core.set_blocks_max(max(MEMORY_BLOCKS, Image.core.get_blocks_max()))
-    return Image, JpegImageFile, UnidentifiedImageError
+    return Image, JpegImageFile
 
 
 def check_image(content: bytes, name: str, shape: tuple[int, ...]) -> None:

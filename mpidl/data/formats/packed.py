@@ -108,10 +108,8 @@ class PackedDatastore(EncodedImages):
     def _rows(self, name, indices):
         rows, indices = self.contents.rows[name], np.asarray(indices, np.int64)
         result = arenas.to_read((len(indices), *rows.shape), rows.dtype)
-        files, offsets, sizes = rows.spans(indices)
-        fetches = self._files.read_ahead(files, offsets, sizes)
+        files, offsets, _ = rows.spans(indices)
         self._files.read_rows(result, files, offsets)
-        del fetches
         return result
 
     def encoded_sizes(self) -> np.ndarray | None:
@@ -121,10 +119,7 @@ class PackedDatastore(EncodedImages):
 
     def read_encoded(self, indices: Indices) -> list[bytes]:
         spans = self.contents.rows["encoded"].spans(np.asarray(indices, np.int64))
-        fetches = self._files.read_ahead(*spans)
-        contents = self._files.read_ranges(*spans)
-        del fetches
-        return contents
+        return self._files.read_ranges(*spans)
 
     def read_ahead(self, indices: Indices) -> object:
         if not self._files.is_remote:
