@@ -69,9 +69,11 @@ def arithmetic(world: World) -> list[str]:
 
 def without_kernels() -> list[str]:
     """Return a note if NumPy replaces missing C kernels, or a warning if they are outdated."""
-    why = builds.why_numpy()
-    if why:
-        return [f"note: without C kernels, NumPy does the arithmetic, several times slower: {why}"]
+    cause = builds.why_numpy()
+    if cause:
+        return [
+            f"note: without C kernels, NumPy does the arithmetic, several times slower: {cause}"
+        ]
     if builds.is_stale():
         return [f"warning: the kernels are older than their sources: {builds.how_to_build()}"]
     return []

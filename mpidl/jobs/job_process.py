@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mpidl.errors import UserError
-from mpidl.ranks.exit_guard import ENDED, status_of
+from mpidl.ranks.exit_guard import ENDED_STATES, status_of
 from mpidl.startup import JOB_TOKEN
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class JobProcess:
                 children = file.read().split()
         except OSError:
             return True  # the system does not list children
-        return any(status_of(child)[0] not in ENDED for child in children)
+        return any(status_of(child)[0] not in ENDED_STATES for child in children)
 
     def _orphans(self):
         """Return the IDs of the job's processes on this host, except the launcher."""
