@@ -120,7 +120,7 @@ class RawFile:
 
     def __init__(self, path: str, expected: Stamp):
         self.path, self.expected = path, expected
-        self.descriptor: int | None = None
+        self.descriptor: Any = None  # an int once the file is open
         self.lock = threading.Lock()
 
     def check(self) -> None:

@@ -5,8 +5,7 @@ import shutil
 import sys
 
 from mpidl.errors import UserError
-
-LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_", "HYDRA_", "HYDI_")
+from mpidl.side_process import LAUNCHERS
 
 
 def launcher(ranks: int, uses_srun: bool = False) -> list[str]:
@@ -61,7 +60,7 @@ def environment() -> dict[str, str]:
     cores and to run as root. The folder of this Python interpreter comes first on PATH, because
     mpirun might otherwise start another interpreter.
     """
-    variables = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     variables["PATH"] = os.path.dirname(sys.executable) + os.pathsep + variables.get("PATH", "")
     variables |= {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -15,12 +15,13 @@ from mpidl.text import did_you_mean
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-_DATA = "`for images, labels in queue.epoch(epoch)` of dl.MinibatchQueue(images, batch_size)"
 _RANKS = "`mpirun -n N python FILE.py`, or dl.launch(function, ranks=N) within Python"
 _GRADIENT = "dl.value_and_grad(loss)(net, images, labels), where loss(net, images, labels) is yours"
 _NETWORK = "dl.Network([...], input_shape); layers name their inputs (after=, inputs=)"
-_SCORES = "the network's scores and a loss of dl.TrainingOptions(loss=...)"
 _TRAIN = "dl.train(net, images, dl.TrainingOptions(...))"
+
+
+# In the tables, a key may be several names.
 
 # {name in MATLAB: equivalent in mpidl}. Code within a sentence is between back quotes.
 NAMES: dict[str, str] = {
@@ -36,8 +37,7 @@ NAMES: dict[str, str] = {
     # custom loops
     "dlarray": "not needed: dl.MinibatchQueue delivers values per image, and "
     "dl.from_images(array, dl.share(count, world)) converts an array",
-    "dlfeval": _GRADIENT,
-    "dlgradient": _GRADIENT,
+    "dlfeval dlgradient": _GRADIENT,
     "dlaccelerate": "not needed: dl.train records the step on a GPU",
     "forward": "net(images)",
     "extractdata": "x.local(), the array of this rank's images",
@@ -68,8 +68,8 @@ NAMES: dict[str, str] = {
     "imageDataAugmenter": "dl.Augmenter(reflect_x=True, translate_x=4, ...)",
     "denoisingImageDatastore": "dl.data.combined(noisy, clean), or a class derived from "
     "dl.data.Datastore that adds the noise",
-    "pixelLabelImageDatastore": "dl.data.combined(images, masks, pixel_labels=True)",
-    "pixelLabelDatastore": "dl.data.combined(images, masks, pixel_labels=True)",
+    "pixelLabelImageDatastore pixelLabelDatastore": "dl.data.combined(images, masks, "
+    "pixel_labels=True)",
     "arrayDatastore": "dl.ArrayDatastore(images, labels)",
     "combine": "dl.data.combined(images, targets)",
     "transform": "images.transform(function)",
@@ -82,20 +82,15 @@ NAMES: dict[str, str] = {
     "partition": "images.subset(range(rank, len(images), ranks)); not needed with "
     "dl.MinibatchQueue",
     "minibatchqueue": "dl.MinibatchQueue(images, batch_size, world=world)",
-    "hasdata": _DATA,
-    "next": _DATA,
-    "reset": _DATA,
+    "hasdata next reset": "`for images, labels in queue.epoch(epoch)` of "
+    "dl.MinibatchQueue(images, batch_size)",
     "shuffle": 'shuffle="every-epoch" of dl.MinibatchQueue or dl.TrainingOptions',
     "read": "images.read(indices)",
     "readall": "images.read(range(len(images)))",
     # networks
-    "dlnetwork": _NETWORK,
-    "layerGraph": _NETWORK,
-    "dagnetwork": _NETWORK,
-    "SeriesNetwork": _NETWORK,
+    "dlnetwork layerGraph dagnetwork SeriesNetwork assembleNetwork": _NETWORK,
     "addLayers": "net.with_layers([...]), or dl.Network([...], input_shape)",
     "connectLayers": "`inputs=` of dl.Add, dl.Concat and custom layers, `after=` of other layers",
-    "assembleNetwork": _NETWORK,
     "analyzeNetwork": "dl.analyze(net)",
     "replaceLayer": 'net.replace_layers({"fc": dl.Dense(10)})',
     "freezeWeights": 'net.freeze("conv1", ...)',
@@ -118,49 +113,38 @@ NAMES: dict[str, str] = {
     "maxPooling2dLayer": "dl.MaxPool2D(size, stride)",
     "averagePooling2dLayer": "dl.AveragePool2D(size, stride)",
     "globalAveragePooling2dLayer": "dl.GlobalAveragePool2D()",
-    **dict.fromkeys(
-        ("lstmLayer", "bilstmLayer", "gruLayer"),
-        "not in mpidl, which trains convolutional networks on images",
-    ),
+    "lstmLayer bilstmLayer gruLayer": "not in mpidl, which trains convolutional networks on images",
     "dropoutLayer": "dl.Dropout(0.5)",
     "fullyConnectedLayer": "dl.Dense(outputs)",
     "additionLayer": "dl.Add(inputs=(...))",
     "depthConcatenationLayer": "dl.Concat(inputs=(...))",
     "softmaxLayer": "dl.Softmax(), which dl.train and dl.predict do not need",
-    "classificationLayer": _SCORES,
-    "regressionLayer": _SCORES,
+    "classificationLayer regressionLayer": "the network's scores and a loss of "
+    "dl.TrainingOptions(loss=...)",
     "imagePretrainedNetwork": "dl.load_weights(dl.nn.zoo.resnet50(), file)",
-    "alexnet": "dl.load_weights(dl.nn.zoo.alexnet(), file)",
+    "alexnet resnet18 resnet50 vgg16 vgg19": "dl.load_weights(dl.nn.zoo.{name}(), file)",
     "squeezenet": "dl.load_weights(dl.nn.zoo.squeezenet1_1(), file)",
     "mobilenetv2": "dl.load_weights(dl.nn.zoo.mobilenet_v2(), file)",
-    **{
-        name: f"dl.load_weights(dl.nn.zoo.{name}(), file)"
-        for name in ("resnet18", "resnet50", "vgg16", "vgg19")
-    },
     "jitterColorHSV": "dl.Augmenter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)",
-    **dict.fromkeys(("randomAffine2d", "imwarp"), "dl.Augmenter(rotation=20, scale_x=(0.8, 1.2))"),
-    **dict.fromkeys(("randomWindow2d", "imcrop"), "dl.Augmenter(resized_crop=(224, 224))"),
+    "randomAffine2d imwarp": "dl.Augmenter(rotation=20, scale_x=(0.8, 1.2))",
+    "randomWindow2d imcrop": "dl.Augmenter(resized_crop=(224, 224))",
     "imresize": "dl.Preprocess(size=(224, 224))",
     # workers and devices
-    "parpool": _RANKS,
+    "parpool spmd": _RANKS,
     "parcluster": "`sbatch run/train.slurm`, or `mpirun -n N python FILE.py`",
     "setenv": "os.environ[name] = value, or `export NAME=value` before mpirun",
     "gcp": "dl.World()",
-    "spmd": _RANKS,
-    "parfor": "dl.sweep(function, trials), one training run per rank or group of ranks",
-    "parfeval": "dl.sweep(function, trials), one training run per rank or group of ranks",
+    "parfor parfeval": "dl.sweep(function, trials), one training run per rank or group of ranks",
     "fetchOutputs": "the list that dl.sweep(function, trials) returns",
     "batch": "`sbatch run/train.slurm`",
-    **dict.fromkeys(("spmdIndex", "labindex"), "dl.World().rank, from 0"),
-    **dict.fromkeys(("spmdSize", "numlabs"), "dl.World().size"),
-    **dict.fromkeys(("spmdBarrier", "labBarrier"), "world.barrier()"),
-    **dict.fromkeys(("spmdPlus", "gplus"), "world.gplus(value)"),
-    **dict.fromkeys(("spmdReduce", "gop"), 'world.gop("max", value)'),
-    **dict.fromkeys(("spmdBroadcast", "labBroadcast"), "world.broadcast(value)"),
+    "spmdIndex labindex": "dl.World().rank, from 0",
+    "spmdSize numlabs": "dl.World().size",
+    "spmdBarrier labBarrier": "world.barrier()",
+    "spmdPlus gplus": "world.gplus(value)",
+    "spmdReduce gop": 'world.gop("max", value)',
+    "spmdBroadcast labBroadcast": "world.broadcast(value)",
     "gather": "world.gather(value)",
-    **dict.fromkeys(
-        ("spmdCat", "gcat"), "world.allgather(value), a list of the values of all ranks"
-    ),
+    "spmdCat gcat": "world.allgather(value), a list of the values of all ranks",
     "afterEach": "world.after_each(handler)",
     "send": "world.send(data)",
     "DataQueue": "world.send(data) and world.after_each(handler)",
@@ -176,8 +160,8 @@ NAMES: dict[str, str] = {
     "confusionmat": "dl.confusion_matrix(labels, predicted)",
     "confusionchart": "dl.evaluate(net, images, confusion=True).confusion",
     "rmse": "dl.regression_errors(net, images).rmse",
-    **dict.fromkeys(("exportONNXNetwork", "exportNetworkToONNX"), "dl.save_onnx(net, path)"),
-    **dict.fromkeys(("importONNXNetwork", "importNetworkFromONNX"), "dl.load_onnx(path)"),
+    "exportONNXNetwork exportNetworkToONNX": "dl.save_onnx(net, path)",
+    "importONNXNetwork importNetworkFromONNX": "dl.load_onnx(path)",
     "importNetworkFromPyTorch": "dl.load_weights(net, path), from a safetensors file",
     "save": "dl.save_model(path, net)",
     "load": "dl.load_model(path)",
@@ -185,20 +169,18 @@ NAMES: dict[str, str] = {
 
 # {name in PyTorch or Keras: equivalent in mpidl}
 LIBRARY_NAMES: dict[str, str] = {
-    **dict.fromkeys(("Sequential", "Model", "Module"), _NETWORK),
-    **dict.fromkeys(("Input", "InputLayer"), "the input_shape of dl.Network"),
+    "Sequential Model Module": _NETWORK,
+    "Input InputLayer": "the input_shape of dl.Network",
     "Linear": "dl.Dense(outputs)",
-    **dict.fromkeys(
-        ("Conv2DTranspose", "ConvTranspose2d"), "dl.TransposedConv2D(size, filters, stride=...)"
-    ),
+    "Conv2DTranspose ConvTranspose2d": "dl.TransposedConv2D(size, filters, stride=...)",
     "DepthwiseConv2D": "dl.Conv2D(size, channels, groups=channels)",
     "Activation": "a layer, such as dl.ReLU()",
-    **dict.fromkeys(("SiLU", "SiLu"), "dl.Swish()"),
-    **dict.fromkeys(("ReLU6", "Hardtanh"), "dl.Clip(low, high), such as dl.Clip(0, 6)"),
-    **dict.fromkeys(("AdaptiveAvgPool2d", "GlobalAveragePooling2D"), "dl.GlobalAveragePool2D()"),
+    "SiLU SiLu": "dl.Swish()",
+    "ReLU6 Hardtanh": "dl.Clip(low, high), such as dl.Clip(0, 6)",
+    "AdaptiveAvgPool2d GlobalAveragePooling2D": "dl.GlobalAveragePool2D()",
     "LocalResponseNorm": "dl.CrossChannelNorm(window)",
     "ZeroPadding2D": "dl.Pad2D(padding)",
-    **dict.fromkeys(("DataLoader", "DistributedSampler"), "dl.MinibatchQueue(images, batch_size)"),
+    "DataLoader DistributedSampler": "dl.MinibatchQueue(images, batch_size)",
     "TensorDataset": "dl.ArrayDatastore(images, labels)",
     "CrossEntropyLoss": "dl.softmax_cross_entropy(scores, labels), or dl.CrossEntropy(...) as the "
     "loss of dl.TrainingOptions",
@@ -206,55 +188,45 @@ LIBRARY_NAMES: dict[str, str] = {
     "MSELoss": "dl.mean_squared_error(outputs, targets)",
     "SGD": "dl.SGDM(learning_rate=0.01, momentum=0.9)",
     "optim": "an optimizer, such as dl.SGDM or dl.AdamW",
-    **dict.fromkeys(("DistributedDataParallel", "init_process_group"), _RANKS),
+    "DistributedDataParallel init_process_group": _RANKS,
     "no_grad": "not needed: only dl.value_and_grad computes gradients",
-    **dict.fromkeys(("manual_seed", "set_seed"), "seed= of dl.Network and dl.TrainingOptions"),
+    "manual_seed set_seed": "seed= of dl.Network and dl.TrainingOptions",
     "fit": _TRAIN,
     "summary": "dl.analyze(net)",
 }
 
 # {attribute of a network in another library: equivalent in mpidl}
 NETWORK_ATTRIBUTES: dict[str, str] = {
-    **dict.fromkeys(("fit", "partial_fit", "train_on_batch"), _TRAIN),
+    "fit partial_fit train_on_batch": _TRAIN,
     "compile": "dl.TrainingOptions(solver=..., loss=..., metrics=...), an argument of dl.train",
     "train": "dl.train(net, images, dl.TrainingOptions(...)); networks have no modes to switch",
     "eval": "not needed: only training uses dropout and the statistics of mini-batches",
-    **dict.fromkeys(("evaluate", "score", "test"), "dl.evaluate(net, images)"),
-    **dict.fromkeys(("predict_proba", "predict_on_batch"), "dl.predict(net, images)"),
+    "evaluate score test": "dl.evaluate(net, images)",
+    "predict_proba predict_on_batch": "dl.predict(net, images)",
     "predict_classes": "dl.classify(net, images)",
     "decision_function": "net.logits(images), before the softmax",
     "forward": "net(images), or dl.predict(net, images) for data sets and arrays",
     "register_forward_hook": 'dl.activations(net, images, "conv1")',
     "summary": "print(net), or dl.analyze(net) with memory and operations",
-    **dict.fromkeys(("plot", "plot_model"), "dl.analyze(net)"),
-    **dict.fromkeys(
-        ("named_parameters", "weights", "get_weights", "variables", "Learnables"),
-        'net.parameters, a dict of arrays such as net.parameters["conv1.weight"]',
-    ),
-    **dict.fromkeys(("buffers", "named_buffers"), "net.state, a dict of arrays"),
-    **dict.fromkeys(
-        ("trainable_weights", "trainable_variables"), "net.trainable, a dict of arrays"
-    ),
+    "plot plot_model": "dl.analyze(net)",
+    "named_parameters weights get_weights variables Learnables": "net.parameters, a dict of "
+    'arrays such as net.parameters["conv1.weight"]',
+    "buffers named_buffers": "net.state, a dict of arrays",
+    "trainable_weights trainable_variables": "net.trainable, a dict of arrays",
     "set_weights": "net.parameters = {**net.parameters, ...}",
     "state_dict": "net.parameters and net.state, or dl.save_weights(net, path)",
-    **dict.fromkeys(("load_state_dict", "load_weights"), "dl.load_weights(net, path)"),
+    "load_state_dict load_weights": "dl.load_weights(net, path)",
     "save_weights": "dl.save_weights(net, path)",
     "save": "dl.save_model(path, net)",
-    **dict.fromkeys(("get_config", "to_json"), "net.spec()"),
-    **dict.fromkeys(
-        ("modules", "named_modules", "children", "named_children"), "net.layers, a list"
-    ),
-    **dict.fromkeys(("get_layer", "get_submodule"), 'net["conv1"]'),
-    **dict.fromkeys(("add", "append"), "net.append_layer(layer), or dl.Network([...], shape)"),
+    "get_config to_json": "net.spec()",
+    "modules named_modules children named_children": "net.layers, a list",
+    "get_layer get_submodule": 'net["conv1"]',
+    "add append": "net.append_layer(layer), or dl.Network([...], shape)",
     "requires_grad_": "net.freeze(...) and net.unfreeze(...), with the names of layers",
-    **dict.fromkeys(("backward", "zero_grad"), _GRADIENT),
-    **dict.fromkeys(
-        ("cuda", "cpu"),
-        'world.use_device("gpu") or world.use_device("cpu"), after which dl.train moves networks',
-    ),
-    **dict.fromkeys(
-        ("half", "float", "double", "bfloat16"), "not needed: the learnables are float32"
-    ),
+    "backward zero_grad": _GRADIENT,
+    "cuda cpu": 'world.use_device("gpu") or world.use_device("cpu"), after which dl.train moves '
+    "networks",
+    "half float double bfloat16": "not needed: the learnables are float32",
     "classes_": "net.classes",
     "InputSize": "net.input_shape",
     "Connections": "net.reads",
@@ -262,45 +234,37 @@ NETWORK_ATTRIBUTES: dict[str, str] = {
 
 # {argument in MATLAB or another library, in lower case without underscores: argument in mpidl}
 ARGUMENTS = {
-    **dict.fromkeys(("kernelsize", "poolsize", "filtersize"), "size"),
-    **dict.fromkeys(("outchannels", "numfilters"), "filters"),
-    **dict.fromkeys(("outfeatures", "units"), "outputs"),
+    "kernelsize poolsize filtersize": "size",
+    "outchannels numfilters": "filters",
+    "outfeatures units": "outputs",
     "strides": "stride",
     "lr": "learning_rate",
     "weightdecay": "l2",
-    "dilationrate": "dilation",
-    "dilationfactor": "dilation",
+    "dilationrate dilationfactor": "dilation",
     "usebias": "bias",
     "eps": "epsilon",
     "negativeslope": "scale",
     "colorpreprocessing": "colour",
     "classnames": "classes",
-    "dispatchinbackground": "workers",
     "minibatchfcn": "function",
-    "minibatchsize": "batch_size",
-    "numworkers": "workers",
+    "minibatchsize readsize": "batch_size",
+    "numworkers preprocessingenvironment dispatchinbackground": "workers",
     "droplast": "partial_minibatch",
     "outputsize": "size",
-    "preprocessingenvironment": "workers",
     "momentum": "gradient_decay_factor",
     "readfcn": "preprocess",
-    "readsize": "batch_size",
 }
 # {argument in another library without an equivalent in mpidl: explanation}. If an explanation
 # begins with an argument, such as "decay= is", it is for functions that have this argument.
 REMARKS = {
     "includesubfolders": "sub-folders are always included",
     "labelsource": "the label of an image is always the name of its sub-folder",
-    **dict.fromkeys(
-        ("inchannels", "infeatures", "numfeatures", "numchannels", "inputdim"),
-        "the network infers the shape of the input",
-    ),
+    "inchannels infeatures numfeatures numchannels inputdim": "the network infers the shape of "
+    "the input",
     "momentum": "decay= is the weight of a mini-batch in the moving averages: PyTorch's momentum, "
     "or 1 minus that of Keras",
-    **dict.fromkeys(
-        ("epochs", "maxepochs", "batchsize", "learningrate", "validationdata", "callbacks"),
-        "dl.TrainingOptions and the hooks of dl.train set how a network is trained",
-    ),
+    "epochs maxepochs batchsize learningrate validationdata callbacks": "dl.TrainingOptions and "
+    "the hooks of dl.train set how a network is trained",
     "params": "the optimizer receives the learnables in each step",
     "activation": "an activation is a layer, such as dl.ReLU()",
     "inplace": "the network decides which layers share memory",
@@ -310,10 +274,19 @@ REMARKS = {
     "outputcast": "images are float32",
     "outputasdlarray": "the values of a mini-batch can always be differentiated",
     "acceleration": "dl.train records the step on a GPU",
-    **dict.fromkeys(
-        ("executionenvironment", "outputenvironment"), "world.use_device(...) selects CPUs or GPUs"
-    ),
+    "executionenvironment outputenvironment": "world.use_device(...) selects CPUs or GPUs",
 }
+
+
+def _split_keys(table: dict[str, str]) -> None:
+    """Give each name of a key an entry of its own, in whose text {name} stands for the name."""
+    for names in [key for key in table if " " in key]:
+        text = table.pop(names)
+        table.update({name: text.replace("{name}", name) for name in names.split()})
+
+
+for _table in (NAMES, LIBRARY_NAMES, NETWORK_ATTRIBUTES, ARGUMENTS, REMARKS):
+    _split_keys(_table)
 
 
 def missing_name(name: str) -> NoReturn:

@@ -15,7 +15,7 @@ from typing import Any
 
 # Prefixes of the variables that MPI launchers set. If a library such as h5py loads MPI, these
 # variables would make the side process act as a rank.
-LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_", "SLURM_")
+LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_")
 # Schedulers and terminals send these signals to all processes of a job. Only ranks must react.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 NICE = 5  # niceness of the side process, so that the training has priority
@@ -58,8 +58,9 @@ def start(arguments: Sequence[str], **keywords: Any) -> subprocess.Popen:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without the variables of launchers."""
-    return {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS)}
+    """Return this process's environment without the variables of launchers and of Slurm."""
+    prefixes = (*LAUNCHERS, "SLURM_")
+    return {name: v for name, v in os.environ.items() if not name.startswith(prefixes)}
 
 
 def give_way() -> None:

@@ -31,7 +31,7 @@ def test_partial():
 
 
 def test_partial_with_a_late_factor():
-    factor = fold.Late(lambda: 0.25, None)
+    factor = fold.Late(None, 0.25)  # a number on a device, times 0.25
     assert "node(s) x 0.25]" in repr(dl.sum(dl.from_images(np.ones(41), batch())) * factor)
 
 

@@ -55,5 +55,7 @@ def _value(text):
     if "(" in text:
         return Value(text.strip(), "")
     words = " ".join(text.replace("__restrict__", "").replace("*", " * ").split())
-    const, kind, star, name = VALUE.fullmatch(words).groups()
+    match = VALUE.fullmatch(words)
+    assert match, text
+    const, kind, star, name = match.groups()
     return Value(name, kind, bool(star), bool(const))

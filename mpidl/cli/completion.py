@@ -5,7 +5,7 @@ The script contains all commands and options, so completing a word starts no Pyt
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import mpidl_command
@@ -29,12 +29,11 @@ class Value(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command: its name, its summary, its flags and its positional arguments."""
+    """A command: its name, its summary, its flags and then its positional arguments."""
 
     name: str
     summary: str
-    flags: list[Value]
-    operands: list[Value]
+    values: list[Value]
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
@@ -78,33 +77,31 @@ def described(name: str, summary: str) -> Command:
         pass
     except ParserReady as ready:
         parser: Parser = ready.args[0]
-        for action in parser.options:
-            flag = action.option_strings[0]
-            metavar = "" if action.nargs == 0 else str(action.metavar)
-            choices = parser.suggestions.get(flag, ())
-            flags.append(_value(flag, action.help, metavar, choices))
-        for action in parser.operands:
-            value = _value("", action.help, str(action.metavar), action.choices or ())
-            operands.append(value._replace(is_repeated=action.nargs == "+"))
+        flags = [_value(action, parser.suggestions) for action in parser.options]
+        operands = [_value(action, {}) for action in parser.operands]
     helps = {"--help": "Show the most common options", "--help-all": "Show all options"}
-    flags += [_value(flag, text, "", ()) for flag, text in helps.items()]
-    return Command(name, summary, flags, operands)
+    flags += [Value(flag, text, "", (), False) for flag, text in helps.items()]
+    return Command(name, summary, [*flags, *operands])
 
 
-def _value(flag, text, metavar, choices):
+def _value(action: argparse.Action, suggestions: Mapping[str, Sequence[str]]) -> Value:
+    """Describe an argument; `suggestions` are the values of flags, {flag: values}."""
+    flag = action.option_strings[0] if action.option_strings else ""
+    text, metavar = str(action.help), "" if action.nargs == 0 else str(action.metavar)
     is_path = bool(PATHS.search(metavar)) or ".py:" in text
     phrase = re.split(r"[.;:] | \(", text)[0]
-    return Value(flag, phrase, metavar, tuple(choices), is_path)
+    choices = tuple(suggestions.get(flag, action.choices or ()))
+    return Value(flag, phrase, metavar, choices, is_path, is_repeated=action.nargs == "+")
 
 
 def bash(commands: Sequence[Command]) -> str:
     """Return the script for bash."""
     cases = []
     for command in commands:
-        flags = " ".join(value.flag for value in command.flags)
+        flags = " ".join(value.flag for value in command.values if value.flag)
         cases.append(f'        {command.name}:) flags="{flags}" ;;')
     for command in commands:
-        for value in (*command.flags, *command.operands):
+        for value in command.values:
             pattern = f"{command.name}:{value.flag or 'operand'}"
             if value.choices or value.is_path:
                 words = " ".join(value.choices)
@@ -171,7 +168,7 @@ def zsh(commands: Sequence[Command]) -> str:
     names = "\n".join(f"        {_quote(f'{c.name}:{c.summary}')}" for c in commands)
     cases = []
     for command in commands:
-        specs = [_zsh_spec(value) for value in (*command.flags, *command.operands)]
+        specs = [_zsh_spec(value) for value in command.values]
         lines = " \\\n".join(f"            {spec}" for spec in specs)
         cases.append(f"        {command.name})\n            _arguments \\\n{lines}\n            ;;")
     return ZSH.format(names=names, cases="\n".join(cases))
@@ -230,7 +227,7 @@ def fish(commands: Sequence[Command]) -> str:
         lines.append(f"{head} -d {_quote(command.summary)}")
     for command in commands:
         head = f"complete -c mpidl -n '__fish_seen_subcommand_from {command.name}'"
-        for value in (*command.flags, *command.operands):
+        for value in command.values:
             flag = f" -l {value.flag[2:]} -d {_quote(value.help)}" if value.flag else ""
             choices = f" -a {_quote(' '.join(value.choices))}" if value.choices else ""
             mode = (" -rF" if value.is_path else " -x") if value.metavar and value.flag else ""

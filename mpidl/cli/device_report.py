@@ -103,19 +103,18 @@ def _unbound(report, by_host, binding):
 def _mixed(report):
     """Warn about different CPUs and versions."""
     lines = []
-    cpus = [(rank.host, f"{rank.cpu} ({rank.host_cores} cores)") for rank in report.ranks]
-    if len({cpu for _, cpu in cpus}) > 1 and not any(report.gpus):
+    mix = start.mixture((r.host, f"{r.cpu} ({r.host_cores} cores)") for r in report.ranks)
+    if mix and not any(report.gpus):
         lines.append(
             "warning: the ranks have different CPUs, and each step waits for the slowest rank: "
-            f"{start.by_kind(cpus)}; request nodes of one kind (sbatch --constraint), or balance "
-            "the load (--worker-load measured)"
+            f"{mix}; request nodes of one kind (sbatch --constraint), or balance the load "
+            "(--worker-load measured)"
         )
     for name in ("versions", "mpi"):
-        kinds = [(rank.host, getattr(rank, name)) for rank in report.ranks]
-        if len({kind for _, kind in kinds}) > 1:
+        if mix := start.mixture((rank.host, getattr(rank, name)) for rank in report.ranks):
             lines.append(
-                f"warning: the ranks run different software: {start.by_kind(kinds)}; install the "
-                "same environment on all hosts"
+                f"warning: the ranks run different software: {mix}; install the same environment "
+                "on all hosts"
             )
     return lines
 
@@ -226,7 +225,7 @@ def facts(report: Report) -> dict[str, str]:
     }
     hosts = [rank.host for rank in report.ranks]
     return {
-        name: kinds[0] if len(set(kinds)) == 1 else start.by_kind(zip(hosts, kinds, strict=True))
+        name: start.mixture(zip(hosts, kinds, strict=True)) or kinds[0]
         for name, kinds in values.items()
     }
 

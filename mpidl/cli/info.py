@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arithmetic = start.arithmetic(world)
     nccl_version = nccl.version() if own_report.gpus.gpus else 0
     abilities = world.gather(nccl.Capabilities(world.host, "", nccl_version, nccl.cuda_aware()))
-    if world.rank:
+    if ranks is None or abilities is None:  # on the other ranks
         return 0
     report = device_report.compare(
         ranks,
@@ -228,7 +228,7 @@ def _compiler():
 def _transport(gpus_by_rank, abilities):
     """Describe how ranks would exchange the terms of sums between GPUs."""
     try:
-        gpus = devices.assign_gpus(gpus_by_rank, "gpu").gpus
+        gpus = devices.assign_gpus(gpus_by_rank, "gpu").gpus or []
         ranks = [a._replace(identity=gpu.identity) for a, gpu in zip(abilities, gpus, strict=True)]
         transport = nccl.choose_transport(ranks, os.environ.get(nccl.VARIABLE))
     except UserError as error:

@@ -84,8 +84,8 @@ class Task:
         negative = printable(str((net.loss or {}).get("negative", "")))
 
         def predicted(row):
-            chosen = ";".join(n for n, p in zip(names, row, strict=True) if p > 0.5)
-            return "" if np.isnan(row).any() else chosen or negative
+            positives = ";".join(n for n, p in zip(names, row, strict=True) if p > 0.5)
+            return "" if np.isnan(row).any() else positives or negative
 
         if parsed.out:
             rows = (

@@ -57,31 +57,17 @@ def load(
 ) -> Pretrained | None:
     """Return the network that --weights names, or None without a weight file. Collective.
 
-    A resumed run needs the file only if the checkpoint does not describe the network, because the
-    network has custom layers. If the file still exists, its content must be unchanged.
-
-    Parameters
-    ----------
-    resolved : Resolved
-        The options and inputs of the run.
-    resume : (arrays, facts), optional
-        The checkpoint to resume from.
-    images : Datastore
-        The training images. Their shape and number of classes are used if neither the file nor
-        --network determines the shape and the classes of the network.
-    world : World
-        The ranks of the run.
-
-    Raises
-    ------
-    UserError
-        If the file cannot be read or does not fit the network, or if the resumed run started from
-        another file.
+    A resumed run needs the file only if its checkpoint `resume`, (arrays, facts), does not describe
+    the network, because the network has custom layers. If the file still exists, its content must
+    be unchanged. The shape and the number of classes of the training images are used if neither the
+    file nor --network determines them. Raises UserError if the file cannot be read or does not fit
+    the network, or if the resumed run started from another file.
     """
-    run, saved = resolved.run, None if resume is None else resume[1].get("weights_file")
+    run, (arrays, facts) = resolved.run, resume or ({}, {})
+    saved: dict[str, str] | None = facts.get("weights_file")
     path, typed = run["weights"], resolved.sources["weights"] != "resumed run"
     if resume is not None:
-        _check_resumed(resolved, resume[1])
+        _check_resumed(resolved, facts)
     if path is None:
         for name in RUN:
             if run[name] != INPUTS[name].default:
@@ -93,17 +79,18 @@ def load(
         raise UserError(
             f"--weights {printable(path)}: expected a file on a file system, found a URL"
         )
-    net = None if saved is None else _described(*resume)
-    if net is not None and typed and path == saved["path"]:  # a job script repeats --weights
-        typed = on_rank_0(world, lambda: os.path.lexists(path))
-    if net is not None and not typed:
-        return Pretrained(net, saved, True)
+    net = None if saved is None else _described(arrays, facts)
+    if saved is not None and net is not None:
+        if typed and path == saved["path"]:  # a job script repeats --weights
+            typed = on_rank_0(world, lambda: os.path.lexists(path))
+        if not typed:
+            return Pretrained(net, saved, True)
     file = {"path": path, "sha256": on_rank_0(world, lambda: sha256_of_file(path))}
     if saved is not None:
         _check_file(file, saved)
         file = saved | file
-        if net is not None:
-            return Pretrained(net, file, True)
+    if net is not None:
+        return Pretrained(net, file, True)
     network = run["network"]
     if network is not None and ".py:" in network:
         # Every rank needs the custom layers, because rank 0 sends the network to all ranks.
@@ -114,7 +101,7 @@ def load(
     on_rank_0(world, lambda: last_layer(net))
     if saved is not None:
         try:
-            name, arrays = resume[1]["normalization"], resume[0].get("normalization", {})
+            name, arrays = facts["normalization"], arrays.get("normalization", {})
             net.normalization = normalize.read(name, arrays, net.input_shape[0])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
@@ -227,22 +214,8 @@ def network(
 ) -> tuple[Network, TrainingOptions, Resolved]:
     """Return the network to train, and the options and inputs with the network's normalization.
 
-    Parameters
-    ----------
-    source : Pretrained
-        The network of the weight file, or of the checkpoint.
-    resolved : Resolved
-        The options and inputs of the run.
-    options : TrainingOptions
-        The training options.
-    images : Datastore
-        The training images. The new layer has an output for each of their classes.
-
-    Raises
-    ------
-    UserError
-        If the last layer cannot be replaced, or if --freeze-up-to does not name a layer before the
-        last layer.
+    The new layer has an output for each class of the training images. Raises UserError if the last
+    layer cannot be replaced, or if --freeze-up-to does not name a layer before the last layer.
     """
     run, net = resolved.run, source.net
     origin = resolved.sources["normalization"]

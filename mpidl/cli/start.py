@@ -14,7 +14,6 @@ from mpidl.backends.cpu import builds
 from mpidl.cli import user_files
 from mpidl.core.blocks import LANES, blocks_of
 from mpidl.data.datastore import Datastore
-from mpidl.data.formats.hdf5 import is_hdf5
 from mpidl.data.transforms.image_targets import has_image_targets, moved_shape
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
@@ -55,14 +54,12 @@ def arithmetic(world: World) -> list[str]:
     if ranks is None:
         return []
     lines = without_kernels()
-    if len({best for _, best, _ in ranks}) > 1:
-        mix = by_kind((host, best) for host, best, _ in ranks)
+    if mix := mixture((host, best) for host, best, _ in ranks):
         lines.append(
             f"warning: the ranks have different kernels, so all use {build}: {mix}; request nodes "
             "of one kind (sbatch --constraint)"
         )
-    if len({kind for *_, kind in ranks}) > 1:
-        mix = by_kind((host, kind) for host, _, kind in ranks)
+    if mix := mixture((host, kind) for host, _, kind in ranks):
         lines.append(
             "warning: the ranks use different arithmetic, so the weights depend on which rank "
             f"computes which images: {mix}; install the same environment on all hosts"
@@ -72,19 +69,21 @@ def arithmetic(world: World) -> list[str]:
 
 def without_kernels() -> list[str]:
     """Return a note if NumPy replaces missing C kernels, or a warning if they are outdated."""
-    reason = builds.why_numpy()
-    if reason:
+    cause = builds.why_numpy()
+    if cause:
         return [
-            f"note: without C kernels, NumPy does the arithmetic, several times slower: {reason}"
+            f"note: without C kernels, NumPy does the arithmetic, several times slower: {cause}"
         ]
     if builds.is_stale():
         return [f"warning: the kernels are older than their sources: {builds.how_to_build()}"]
     return []
 
 
-def by_kind(pairs: Iterable[tuple[str, str]]) -> str:
-    """Format pairs (host, kind) as "kind on host, host; kind on host"."""
+def mixture(pairs: Iterable[tuple[str, str]]) -> str:
+    """Format pairs (host, kind) as "kind on host, host; kind on host"; "" for a single kind."""
     hosts = grouped((kind, host) for host, kind in pairs)
+    if len(hosts) == 1:
+        return ""
     return "; ".join(f"{kind} on {host_list(sorted(hosts[kind]))}" for kind in hosts)
 
 
@@ -128,13 +127,14 @@ def load_network(
     path: str, layers: Iterable[type[Layer]] = (), normalization: str | None = None
 ) -> Network:
     """Load the network of a model file, or of a file of another library (`network_files.load`)."""
+    from mpidl.data.formats.hdf5 import is_hdf5
+    from mpidl.interchange import network_files
+
     if normalization is None and is_hdf5(path):
         net = model_file.load_model(path, layers)[0]
         if net.normalization is not None and net.normalization.is_known:
             net.normalization.check(net.input_shape)
             return net
-    from mpidl.interchange import network_files
-
     return network_files.load(path, layers, normalization=normalization)
 
 
@@ -148,50 +148,24 @@ def with_test(
     seed: int,
     typed: Container[str],
 ) -> tuple[Datastore, Datastore | None]:
-    """Select the test set according to --test-data and --test-fraction. Collective.
+    """Return the images to train on and to test on, by --test-data and --test-fraction. Collective.
 
-    Parameters
-    ----------
-    run : mapping
-        Inputs of the run; see `Resolved`.
-    train_set : Datastore
-        The training images of --data.
-    test_set : Datastore or None
-        The test images that come with --data, if any.
-    world : World
-        The ranks.
-    conversion : Preprocess
-        Conversion to apply to the images of --test-data.
-    seed : int
-        Seed of the random split for --test-fraction.
-    typed : container of str
-        Names of the arguments that the user typed.
-
-    Returns
-    -------
-    (Datastore, Datastore or None)
-        The images to train on, and the images to test on.
-
-    Raises
-    ------
-    UserError
-        If the user gives several sources of test images, or if --test-data cannot be read.
+    `train_set` and `test_set` are the images of --data, and `conversion` converts those of
+    --test-data. Raises UserError if `typed`, the names of the arguments that the user typed, has
+    --test-fraction although there are test images, or if --test-data cannot be read.
     """
-    fraction = run["test_fraction"]
-    if "test_fraction" in typed and fraction:
+    fraction, source = run["test_fraction"], run["test_data"]
+    if "test_fraction" in typed and fraction and (source or test_set is not None):
         conflict = f"--data {run['data']} already has test images"
-        if run["test_data"]:
-            conflict = f"--test-data {run['test_data']} already names the test images"
-        if run["test_data"] or test_set is not None:
-            raise UserError(f"--test-fraction {fraction}: {conflict}")
-    if run["test_data"]:
-        test_set = data.open_test_data(run["test_data"], world, classes=train_set.classes)
+        if source:
+            conflict = f"--test-data {source} already names the test images"
+        raise UserError(f"--test-fraction {fraction}: {conflict}")
+    if source:
+        test_set = data.open_test_data(source, world, classes=train_set.classes)
         return train_set, data.preprocessed(test_set, conversion)
-    if not fraction:
-        return train_set, None
-    if test_set is None:
+    if fraction and test_set is None:
         return train_set.split(round(1 - fraction, 12), seed=seed)
-    return train_set, test_set
+    return train_set, test_set if fraction else None
 
 
 def outputs_of(
@@ -201,19 +175,9 @@ def outputs_of(
 ) -> int | tuple[int, ...]:
     """Return the number or the shape of a network's outputs for a data set.
 
-    Parameters
-    ----------
-    datastore : Datastore
-        The images.
-    image_shape : tuple of int, optional
-        Shape (C, P, Q) to which images and target images are cropped; None if they are not cropped.
-
-    Returns
-    -------
-    int or tuple of int
-        The number of classes if the data have labels, or 1 for the binary cross-entropy of two
-        classes. Without labels, the number of elements of an image's target if the target is a
-        scalar or a vector, and the shape of the target otherwise.
+    If the data have labels, these are the number of classes, or 1 for the binary cross-entropy of
+    two classes. Otherwise, they are the number of elements of a target that is a scalar or a
+    vector, and the shape of other targets, after the crop to `image_shape`.
     """
     shape = datastore.targets_shape
     if shape is None:
@@ -270,27 +234,12 @@ def with_sigmoid(net: Network, loss: str | Callable[..., Any]) -> Network:
 def network(
     name: str, input_shape: tuple[int, ...], classes: int | tuple[int, ...], seed: int | None
 ) -> Network:
-    """Build the network that --network names.
+    """Build the network that --network names, for a number or shape of outputs (`outputs_of`).
 
-    The seed determines the initial weights of a network from the zoo, or of the layers in a list
-    that a user's function returns. A `Network` that the function returns keeps its learnables,
-    state and normalization.
-
-    Parameters
-    ----------
-    name : str
-        Name of a network of the zoo, or FILE.py:FUNCTION.
-    input_shape : tuple of int
-        Shape (C, H, W) of the images.
-    classes : int or tuple of int
-        Number or shape of the outputs; see `outputs_of`.
-    seed : int or None
-        Seed of the initial weights; None for weights of 0.
-
-    Raises
-    ------
-    UserError
-        If the network does not exist, or if its input or output shape does not match the data.
+    The seed determines the initial weights, which are 0 without a seed, of a network from the zoo,
+    or of the layers in a list that a user's function returns. A `Network` that the function returns
+    keeps its learnables, state and normalization. Raises UserError if the network does not exist,
+    or if its input or output shape does not match the data.
     """
     in_zoo = name in zoo.NETWORKS
     if in_zoo:

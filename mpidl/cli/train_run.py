@@ -86,7 +86,10 @@ def _open_session(typed, world, lock):
 
 
 class Training:
-    """One training, in phases that `train` calls from top to bottom. All phases are collective."""
+    """One training, in phases that `train` calls from top to bottom. All phases are collective.
+
+    The probe of a scaling study calls the first phases too.
+    """
 
     def __init__(
         self, typed: Mapping[str, Any], world: World, signals: failure.Signals, lock: FolderLock

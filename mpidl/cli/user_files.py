@@ -148,6 +148,7 @@ def load_user_file(path: str | os.PathLike) -> ModuleType:
         raise UserError(f"expected a Python file, FILE.py, found {path}")
     name = "mpidl_user_" + re.sub(r"\W", "_", os.path.abspath(path).removesuffix(".py"))
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # for a path that ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

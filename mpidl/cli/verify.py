@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 if all weights are equal, else 1. For a run, 0 if the newest files are complete, else 2.
     """
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
-    if any(int(os.environ.get(name) or 1) > 1 for name in failure.LAUNCHERS):
+    if failure.launched_ranks() is not None:
         raise UserError(
             "verify starts the ranks itself: run it without mpirun, as "
             f"{typed_command('mpidl.verify')}"

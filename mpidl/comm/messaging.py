@@ -220,33 +220,11 @@ class Messaging:
         ndarray, shape (width,)
             Value of the root of the tree.
         """
-        pending = self.start(tree, matrix, combine)
+        pieces = [(matrix.shape[1], list(matrix))]
+        pending = self.start_sum(tree, pieces, combine, matrix.dtype)
         self.wait(pending)
         root: np.ndarray = pending.root
         return root
-
-    def start(
-        self, tree: Tree, matrix: np.ndarray, combine: Combine, name: str = ""
-    ) -> PendingExchange | RecordedSum:
-        """Start an exchange without waiting; collective.
-
-        Parameters
-        ----------
-        tree : Tree
-            Reduction tree over the blocks.
-        matrix : ndarray, shape (nodes, width)
-            This rank's nodes, one per row.
-        combine : callable
-            Function that combines two nodes: ``combine(left, right)`` returns their parent.
-        name : str
-            Name of the sum in a timeline. The default is the current part of the training step.
-
-        Returns
-        -------
-        PendingExchange
-            The exchange, to pass to `wait`.
-        """
-        return self.start_sum(tree, [(matrix.shape[1], list(matrix))], combine, matrix.dtype, name)
 
     def start_sum(
         self,
@@ -342,7 +320,7 @@ class Messaging:
         Parameters
         ----------
         pending : PendingExchange or RecordedSum
-            The exchange that `start` or `start_sum` returned.
+            The exchange that `start_sum` returned.
         """
         if isinstance(pending, RecordedSum):
             pending.wait(builds.recorder())

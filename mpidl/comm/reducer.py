@@ -200,22 +200,12 @@ class Reducer:
         for entries, pending in self._buckets:
             self.world.wait(pending)
             roots |= parts_of(entries, pending.root)
-        sums = self._totals(self._values, roots)
+        sums = self._values | self._sums_on_devices()
+        for name, value in sums.items():
+            if isinstance(value, Partial):
+                sums[name] = total_of(value, [roots[name, i] for i in range(len(value.terms))])
         self._values, self._buckets = {}, []
         return sums
-
-    def _totals(
-        self, values: dict[str, Any], roots: dict[tuple[str, int], np.ndarray]
-    ) -> dict[str, Any]:
-        """Return all sums {name: array}, given the roots {(name, index of a term): root}."""
-        sums = self._sums_on_devices()
-        for name, value in values.items():
-            if name in sums:
-                continue
-            if isinstance(value, Partial):
-                value = total_of(value, [roots[name, i] for i in range(len(value.terms))])
-            sums[name] = value
-        return {name: sums[name] for name in values}
 
     def _sums_on_devices(self) -> dict[str, Any]:
         """Sum the values that are on a GPU, and return {name: array}."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -58,13 +59,13 @@ class Network(NamedTuple):
 ROUNDS = Network(0.0, Link(1.0, 0.0), Link(1.0, 0.0))  # the clock counts rounds of messages
 
 
+@dataclass(slots=True)
 class _Receive:
-    """The request for a message. `source` is the rank that sends the message."""
+    """The request for a message."""
 
-    __slots__ = ("source", "tag", "array")
-
-    def __init__(self, source: int, tag: int, array: np.ndarray) -> None:
-        self.source, self.tag, self.array = source, tag, array
+    source: int  # the rank that sends the message
+    tag: int
+    array: np.ndarray
 
 
 class Meeting:
@@ -151,8 +152,13 @@ class SimulatedRank:
                 del self.inbox[key]
             arrivals.append((arrival, transfer))
             if content is not None:
-                _check_fit(content, request.array)
-                request.array[...] = content.reshape(request.array.shape)
+                array = request.array
+                if content.size != array.size or content.dtype != array.dtype:
+                    raise ValueError(
+                        f"expected a message of {array.size} {array.dtype} values, got "
+                        f"{content.size} of {content.dtype}"
+                    )
+                array[...] = content.reshape(array.shape)
         arrivals.sort()
         overhead, clock, port_free = network.overhead, self.clock, self.receive_port_free
         for arrival, transfer in arrivals:  # the rank receives one message at a time
@@ -163,14 +169,6 @@ class SimulatedRank:
     def spend(self, seconds: float) -> None:
         """Advance the clock by the duration of some work."""
         self.clock += seconds
-
-
-def _check_fit(content: np.ndarray, array: np.ndarray) -> None:
-    if content.size != array.size or content.dtype != array.dtype:
-        raise ValueError(
-            f"expected a message of {array.size} {array.dtype} values, got {content.size} of "
-            f"{content.dtype}"
-        )
 
 
 class _Process:
@@ -302,6 +300,7 @@ class _SharedMemory:
         transport.spend(copy_seconds * (segments - (rank < segments)) / segments)
 
 
+@lru_cache(maxsize=4096)
 def exchange_seconds(
     runs: tuple[fold.Range, ...],
     width: int,
@@ -315,18 +314,6 @@ def exchange_seconds(
     `runs` has the range of blocks of each rank (`fold.split_blocks`), and a node has `width`
     elements of `itemsize` bytes. By default, the algorithm is the one that a run would choose.
     """
-    return _seconds(runs, width, itemsize, network, combine, algorithm)
-
-
-@lru_cache(maxsize=4096)
-def _seconds(
-    runs: tuple[fold.Range, ...],
-    width: int,
-    itemsize: int,
-    network: Network,
-    combine: exchange.Combine,
-    algorithm: exchange.Algorithm | None,
-) -> float:
     size, leaves = len(runs), runs[-1][1]
     if size == 1:
         return 0.0

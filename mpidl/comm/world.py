@@ -49,27 +49,8 @@ SHARED_ERRORS = (FolderInUse, StorageFault, LostLock)
 class World(Messaging):
     """The ranks that a transport connects, and their sums.
 
-    Every method except `send` and `progress` is collective: all ranks must call these methods in
-    the same order. `ranks.world.World`, which is `dl.World`, is the world of a job.
-
-    Parameters
-    ----------
-    transport : Transport
-        The connection to the other ranks. Only the main thread may call the methods of a World.
-    plain : bool, optional
-        Whether sums use MPI_Allreduce, whose results depend on the number of ranks. Set this option
-        only for measurements and negative controls.
-
-    Attributes
-    ----------
-    rank, size : int
-        Rank of this process, and number of ranks.
-    host : str
-        Name of this rank's host.
-    hosts : list of str
-        Host name of each rank.
-    device : CudaDevice or None
-        GPU of this rank; None if the rank computes on the CPU.
+    `ranks.world.World`, which is `dl.World`, is the world of a job, and documents the attributes
+    and the argument `plain`.
     """
 
     def __init__(self, transport: Transport, plain: bool = False) -> None:

@@ -186,24 +186,22 @@ def fold_nodes(
 
 
 class Late:
-    """A factor that is known only when the sum is finished, times a constant `factor`.
+    """A number in the memory of a device, the float64 `array` (1,), times a constant `factor`.
 
     A step on a GPU is recorded once and replayed for mini-batches of any size, so 1 / (number of
-    images) changes. `value()` returns the current value; if it is None, the device computes the
-    value, in the float64 `array` (1,).
+    images) changes, and is known only when the sum is finished.
     """
 
-    __slots__ = ("value", "array", "factor")
+    __slots__ = ("array", "factor")
 
-    def __init__(self, value: Callable[[], float] | None, array: Any, factor: float = 1.0) -> None:
-        self.value, self.array, self.factor = value, array, factor
+    def __init__(self, array: Any, factor: float = 1.0) -> None:
+        self.array, self.factor = array, factor
 
     def __float__(self) -> float:
-        value = float(self.array) if self.value is None else self.value()
-        return value * self.factor
+        return float(self.array) * self.factor
 
     def __mul__(self, number: float) -> Late:
-        return Late(self.value, self.array, self.factor * float(number))
+        return Late(self.array, self.factor * float(number))
 
     __rmul__ = __mul__
 
@@ -365,7 +363,9 @@ class Partial:
     __array_ufunc__ = None  # array + partial calls Partial.__radd__
 
     def __repr__(self) -> str:
-        terms = ", ".join(f"{len(t.nodes)} node(s) x {float(t.scale):g}" for t in self.terms)
+        scales = [getattr(term.scale, "factor", term.scale) for term in self.terms]
+        pairs = zip(self.terms, scales, strict=True)
+        terms = ", ".join(f"{len(term.nodes)} node(s) x {scale:g}" for term, scale in pairs)
         suffix = "" if self.addend is None else ", plus a replicated addend"
         return f"Partial(shape={self.shape}, dtype={self.dtype}, terms=[{terms}]{suffix})"
 

@@ -132,8 +132,9 @@ class Supervisor:
             words = [*self.command.start, *self._options()]
             environment = {**self.environment, startup.JOB_START: str(count + 1)}
             job = JobProcess(words, environment, self._token)
-            is_local = self.command.launcher is not None and not self.command.hosts
-            code = job.wait(self.signals, is_local and not self.command.uses_srun)
+            command = self.command
+            is_local = bool(command.launcher) and not command.hosts and not command.uses_srun
+            code = job.wait(self.signals, is_local)
             is_refused = code == 2 and job.has_message
             is_complete = code == 0 and not self._is_unfinished()
             if is_complete or is_refused or code == arguments.STOPPED:

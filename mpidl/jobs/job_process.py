@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mpidl.errors import UserError
-from mpidl.ranks.exit_guard import ENDED, status_of
+from mpidl.ranks.exit_guard import ENDED_STATES, status_of
 from mpidl.startup import JOB_TOKEN
 
 if TYPE_CHECKING:
@@ -65,11 +65,12 @@ class JobProcess:
         except OSError as error:
             raise UserError(f"{words[0]}: cannot be started: {error.strerror}") from error
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
-        self._reader = threading.Thread(target=self._pass_on, daemon=True)
+        target, stderr = self._pass_on, self._process.stderr
+        self._reader = threading.Thread(target=target, args=(stderr,), daemon=True)
         self._reader.start()
 
-    def _pass_on(self):
-        for line in self._process.stderr:
+    def _pass_on(self, stderr):
+        for line in stderr:
             text = line.decode(errors="replace")
             with contextlib.suppress(OSError):  # if stderr is closed, the job must not block
                 sys.stderr.write(text)
@@ -133,7 +134,7 @@ class JobProcess:
                 children = file.read().split()
         except OSError:
             return True  # the system does not list children
-        return any(status_of(child)[0] not in ENDED for child in children)
+        return any(status_of(child)[0] not in ENDED_STATES for child in children)
 
     def _orphans(self):
         """Return the IDs of the job's processes on this host, except the launcher."""

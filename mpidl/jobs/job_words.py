@@ -61,14 +61,14 @@ class JobCommand:
         )
 
     @property
-    def launcher(self) -> str | None:
-        """The word that names mpirun or srun; None if there is no such word."""
+    def launcher(self) -> str:
+        """The word that names mpirun or srun, or ""."""
         names = (*MPIRUN, "srun")
-        return next((word for word in self.start if os.path.basename(word) in names), None)
+        return next((word for word in self.start if os.path.basename(word) in names), "")
 
     @property
     def uses_srun(self) -> bool:
-        return os.path.basename(self.launcher or "") == "srun"
+        return os.path.basename(self.launcher) == "srun"
 
     @property
     def ranks(self) -> int | None:
@@ -77,7 +77,7 @@ class JobCommand:
         return next((int(text) for text in texts if text.isdigit()), None)
 
     def _find_hosts(self):
-        if self.launcher is None:
+        if not self.launcher:
             return {}
         files = self._values(HOST_FILE_FLAGS)
         if files and not self.uses_srun:
@@ -99,7 +99,7 @@ class JobCommand:
         return values
 
     def _behind_launcher(self):
-        return () if self.launcher is None else self.start[self.start.index(self.launcher) + 1 :]
+        return self.start[self.start.index(self.launcher) + 1 :] if self.launcher else ()
 
     def without_hosts(self, lost: set[str]) -> JobCommand:
         """Return the command for the remaining hosts, with as many ranks as fit on these hosts.

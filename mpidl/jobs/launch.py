@@ -107,10 +107,9 @@ def launch(
     $MPIDL_CACHE (by default ~/.cache/mpidl), which must be visible on all hosts.
     """
     _refuse_inside_a_rank()
-    if show not in SHOW_CHOICES:
-        raise UserError(f"launch: show must be one of {', '.join(SHOW_CHOICES)}, got {show!r}")
-    if plots not in PLOTS_CHOICES:
-        raise UserError(f"launch: plots must be one of {', '.join(PLOTS_CHOICES)}, got {plots!r}")
+    for name, value, choices in (("show", show, SHOW_CHOICES), ("plots", plots, PLOTS_CHOICES)):
+        if value not in choices:
+            raise UserError(f"launch: {name} must be one of {', '.join(choices)}, got {value!r}")
     ranks = _default_ranks() if ranks is None else ranks
     if not isinstance(ranks, numbers.Integral) or isinstance(ranks, bool) or ranks < 1:
         raise UserError(f"launch: ranks must be a whole number, at least 1, got {ranks!r}")
@@ -149,9 +148,10 @@ def launch(
 
 def _refuse_inside_a_rank():
     """Raise UserError if this process is a rank."""
-    started = failure.launched_ranks()
-    if SIZE_VARIABLE in os.environ or started is not None:
-        size = os.environ.get(SIZE_VARIABLE) or f"{started[1]} according to {started[0]}"
+    size, started = os.environ.get(SIZE_VARIABLE), failure.launched_ranks()
+    if not size and started is not None:
+        size = f"{started[1]} according to {started[0]}"
+    if size:
         raise UserError(
             f"launch: this process is already a rank, one of {size}, and cannot start ranks; in a "
             'script, call launch under if __name__ == "__main__":'
@@ -210,11 +210,8 @@ def _write_task(folder, function, arguments, show, is_live):
         try:
             launch_worker.dump((function, arguments), file, by_value=main is None)
         except Exception as error:
-            hint = (
-                ""
-                if launch_worker.cloudpickle()
-                else f" (after {pip_install('notebook')}, more types can be sent)"
-            )
+            hint = f" (after {pip_install('notebook')}, more types can be sent)"
+            hint = "" if launch_worker.cloudpickle() else hint
             raise UserError(
                 f"launch: the function or its arguments cannot be sent: {error}{hint}"
             ) from error

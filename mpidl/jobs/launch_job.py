@@ -89,9 +89,7 @@ class Job:
         self.lock = open(os.path.join(folder, launch_worker.LOCK_FILE), "w")
         with contextlib.suppress(OSError):
             fcntl.flock(self.lock, fcntl.LOCK_EX)
-        self.tail: collections.deque[str] = collections.deque(
-            maxlen=4096
-        )  # last characters of stderr
+        self.tail: collections.deque[str] = collections.deque(maxlen=4096)  # characters of stderr
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -107,17 +105,18 @@ class Job:
         Return False if the deadline, a value of `time.monotonic`, passes first. None means no
         deadline.
         """
-        decoders, error_time = {}, None
+        error_time = None
         with selectors.DefaultSelector() as pipes:
-            for pipe, name in ((self.process.stdout, "stdout"), (self.process.stderr, "stderr")):
-                pipes.register(pipe, selectors.EVENT_READ, name)
-                decoders[name] = codecs.getincrementaldecoder("utf-8")("replace")
+            for name in ("stdout", "stderr"):
+                decoder = codecs.getincrementaldecoder("utf-8")("replace")
+                pipe = getattr(self.process, name)
+                pipes.register(pipe, selectors.EVENT_READ, (name, decoder))
             while pipes.get_map():
                 for key, _ in pipes.select(0.05):
-                    data = os.read(key.fd, 1 << 16)
+                    data, (name, decoder) = os.read(key.fd, 1 << 16), key.data
                     if not data:
                         pipes.unregister(key.fileobj)
-                    self._show(key.data, decoders[key.data].decode(data, final=not data))
+                    self._show(name, decoder.decode(data, final=not data))
                 self._serve()
                 now = time.monotonic()
                 if error_time is None and self.failed_ranks():
@@ -169,9 +168,9 @@ class Job:
         finally:
             self._signal(signal.SIGKILL)
             process.wait()
-            process.stdout.close()
-            process.stderr.close()
-            self.lock.close()
+            for stream in (process.stdout, process.stderr, self.lock):
+                if stream is not None:
+                    stream.close()
 
     def describe_exit(self) -> str:
         """Describe how the ranks ended if none of them reported an error."""

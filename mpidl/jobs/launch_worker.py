@@ -193,10 +193,7 @@ def _redirect_output(rank, show):
         return
     if show != "all":
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdout, sys.stderr = (
-        PrefixedStream(f"rank {rank}: ", 1),
-        PrefixedStream(f"rank {rank}: ", 2),
-    )
+    sys.stdout, sys.stderr = (PrefixedStream(f"rank {rank}: ", number) for number in (1, 2))
 
 
 class PrefixedStream(io.TextIOBase):

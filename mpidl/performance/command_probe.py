@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from mpidl import data
-from mpidl.cli import pretrained, remote, start
-from mpidl.evaluation import validation
+from mpidl.cli import train_run
 from mpidl.files import on_rank_0, write_whole
 from mpidl.performance import probe
+from mpidl.ranks import failure
 from mpidl.ranks.world import World
-from mpidl.training import input_pipeline
-from mpidl.training.options import configuration
+from mpidl.training.files.folder_lock import FolderLock
 
 
 def main(path: str, typed: Mapping[str, Any], seconds: float) -> int:
@@ -30,29 +28,13 @@ def main(path: str, typed: Mapping[str, Any], seconds: float) -> int:
         Approximate duration.
     """
     world = World(threads=None)
-    resolved = on_rank_0(world, lambda: configuration.resolve(typed, config=typed.get("config")))
-    options, run = resolved.options.for_ranks(world.size), resolved.run
-    remote.configure(run, world)
-    world.transport.timeout = options.timeout
-    world.use_device(options.device, None if options.gpus is None else str(options.gpus))
-    conversion = data.Preprocess.of_options(run)
-    train_set, test_set = data.open_data(run["data"], world, preprocess=conversion)
-    source = pretrained.load(resolved, None, train_set, world)
-    if source is not None and not conversion:
-        conversion = pretrained.conversion(source.net, train_set, options)
-        train_set = data.preprocessed(train_set, conversion)
-    train_set, _ = start.with_test(
-        run, train_set, test_set, world, conversion, seed=options.seed, typed=typed
-    )
-    if run["validation_data"] is None:  # otherwise no training images are held out
-        train_set, options = validation.held_out(train_set, options)
-    if source is None:
-        shape = input_pipeline.image_shape(options, train_set.image_shape)
-        net = start.network_for(run["network"], shape, train_set, options)
-    else:
-        net, options, _ = pretrained.network(source, resolved, options, train_set)
-    input_pipeline.check(net, train_set, options)
+    with FolderLock(world) as lock:
+        training = train_run.Training(typed, world, failure.Signals(), lock)
+        training.resolve_options()
+        training.open_data()
+        training.build_network()
+    images, options = training.sets.train, training.options
     show = partial(print, flush=True)
-    record = probe.measure(world, net, train_set, options, seconds, show=show)
+    record = probe.measure(world, training.net, images, options, seconds, show=show)
     on_rank_0(world, lambda: write_whole(path, json.dumps(record).encode()))
     return 0

@@ -209,7 +209,7 @@ def _draw_parts(measured, predicted, axes):
     wholes = [row.get("step_seconds", 1.0) for row in rows]  # measured parts are fractions
     places, bottom = np.arange(len(rows)), np.zeros(len(rows))
     for name, (colour, hatch, label) in PARTS.items():
-        parts = [(row.get(name) or 0.0) / whole for row, whole in zip(rows, wholes, strict=True)]
+        parts = [(row.get(name) or 0.0) / total for row, total in zip(rows, wholes, strict=True)]
         heights = 100 * np.array(parts)
         if heights.any():
             style = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.6}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -95,26 +96,11 @@ def measure_pair(world: World, pair: tuple[int, int], seconds: float) -> dict[st
     times = []
     for size in SIZES:
         buffer = np.zeros(size, np.uint8)
-        times.append(_of_pair(lambda b=buffer: ping_pong(b), world, pair, seconds) / 2)
+        ping_pong(buffer)  # which may open a connection
+        times.append(repeat(functools.partial(ping_pong, buffer), world, seconds) / 2)
     buffers = np.zeros((2, BURST, 8), np.uint8)
-    burst_seconds = _of_pair(lambda: burst(buffers), world, pair, seconds)
+    burst_seconds = repeat(functools.partial(burst, buffers), world, seconds)
     return {"sizes": list(SIZES), "ping_pong": times, "burst": burst_seconds / BURST}
-
-
-def _of_pair(function, world, pair, seconds):
-    """Return the mean duration in seconds of a call that both ranks of `pair` make. Collective."""
-    is_member = world.rank in pair
-    start = time.perf_counter()
-    for _ in range(3):
-        function()
-    mean = (time.perf_counter() - start) / 3 if is_member else 0.0
-    count = int(min(max(seconds / max(world.gop("max", mean), 1e-7), 3), 2000))
-    world.barrier()
-    start = time.perf_counter()
-    if is_member:
-        for _ in range(count):
-            function()
-    return world.gop("max", (time.perf_counter() - start) / count if is_member else 0.0)
 
 
 def distinct(events: Sequence[Event]) -> list[Event]:
@@ -201,7 +187,9 @@ def measure_hidden(world: World, event: Event, leaves: int, seconds: float) -> f
         world.barrier()
 
     def work_and_exchange():
-        work(world.start(*arguments))
+        tree, matrix, combine = arguments
+        pieces = [(matrix.shape[1], list(matrix))]
+        work(world.start_sum(tree, pieces, combine, matrix.dtype))
         world.barrier()
 
     idle = repeat(work_alone, world, seconds)

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -87,19 +87,18 @@ def measure(
         show("messages and sums")
     leaves = max(blocks_of(options.batch_size), job.size)
     network = _network(
-        job, timed.events, timed.replays_steps, leaves, 0.3 * seconds / rounds, rounds
+        job, timed["events"], timed["replays_steps"], leaves, 0.3 * seconds / rounds, rounds
     )
     shares_memory = builds.kernels() is not None
     if shares_memory and most_ranks > 1:
         shares_memory = job.host_memory() is not None
     if job.rank:
         return None
-    return {
+    return timed | {
         "ranks": job.size,
         "hosts": len(set(job.hosts)),
         "ranks_per_host": most_ranks,
         "shares_memory": shares_memory,
-        "replays_steps": timed.replays_steps,
         "threads": threads,
         "is_oversubscribed": any(SHARED_CORES in line for line in lines),
         "images": len(train_set),
@@ -111,9 +110,6 @@ def measure(
         "reading_seconds_per_block": reading,
         "seconds": seconds,
         "rounds": rounds,
-        "events": [list(event) for event in timed.events],
-        "steps": timed.steps,
-        "coupled": timed.coupled,
         "network": network,
     }
 
@@ -132,17 +128,12 @@ def _check_ranks(job):
         )
 
 
-class _TimedRounds(NamedTuple):
-    """The results of all rounds."""
-
-    steps: list[dict[str, Any]]  # a record per turn, on rank 0
-    coupled: list[float]  # mean seconds per step of each round in which all ranks train together
-    events: Any  # the messages and sums of a step
-    replays_steps: bool
-
-
 def _time_rounds(job, net, store, options, kinds, seconds, rounds, show):
-    """Time the turns of all rounds, for each (ranks per node, blocks) in `kinds`. Collective."""
+    """Time the turns of all rounds, for each (ranks per node, blocks) in `kinds`. Collective.
+
+    Return a dict: "steps" has a record per turn, on rank 0; "coupled" the mean seconds per step of
+    each round in which all ranks train together; "events" the messages and sums of a step.
+    """
     initial = copy.deepcopy((net.parameters, net.state))
     is_coupled = 2 * options.batch_size <= len(store)
     turn = max(0.7 * seconds, 1.0) / (rounds * (len(kinds) + (TOGETHER if is_coupled else 0)))
@@ -172,7 +163,12 @@ def _time_rounds(job, net, store, options, kinds, seconds, rounds, show):
             _train(job, net, store, options, clock, seed=options.seed)
             coupled.append(clock.mean_seconds())
     events, replays_steps = job.broadcast((events, solo.replays_steps))
-    return _TimedRounds(steps, coupled, events, replays_steps)
+    return {
+        "events": events,
+        "replays_steps": replays_steps,
+        "steps": steps,
+        "coupled": coupled,
+    }
 
 
 def _most_blocks(options, ranks):
@@ -343,7 +339,7 @@ def _network(job, events, replays_steps, leaves, seconds, rounds):
         times = [
             links.measure_exchange(job, event, leaves, slot, replays_steps) for event in exchanges
         ]
-        record["folds"] = [[list(e), t] for e, t in zip(exchanges, times, strict=True)]
+        record["folds"] = list(zip(exchanges, times, strict=True))
         record["hidden"] = 0.0
         if largest is not None:
             record["hidden"] = links.measure_hidden(job, largest, leaves, 2 * slot)

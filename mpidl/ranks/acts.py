@@ -21,8 +21,8 @@ from struct import Struct
 from typing import BinaryIO, NamedTuple
 
 from mpidl.ranks import exit_guard
-from mpidl.ranks.exit_guard import ENDED as ENDED
-from mpidl.ranks.exit_guard import STOPPED as STOPPED
+from mpidl.ranks.exit_guard import ENDED_STATES as ENDED_STATES
+from mpidl.ranks.exit_guard import STOPPED_STATES as STOPPED_STATES
 
 # When this signal arrives, faulthandler writes the stacks of all threads, even if the main thread
 # never returns to the interpreter. Launchers and batch systems do not use real-time signals.
@@ -37,8 +37,8 @@ _END = Struct("<d?")  # the first two fields of `_ACT`
 HIDDEN = "?"
 # {state in /proc: text for messages}. For all other states, messages say "is running".
 STATES = (
-    dict.fromkeys(ENDED, "has ended")
-    | STOPPED
+    dict.fromkeys(ENDED_STATES, "has ended")
+    | STOPPED_STATES
     | {
         "D": "waits for a disk or a driver",
         HIDDEN: "is in another container, so no rank can inspect it",
@@ -159,7 +159,7 @@ class _View:
         self.address, self.state = address, state_of(address)
         self.start = self.size = 0
         self.file: BinaryIO | None = None
-        if self.state in (*ENDED, HIDDEN):
+        if self.state in (*ENDED_STATES, HIDDEN):
             return
         try:
             path = f"/proc/{address.pid}/fd/{address.descriptor}"
@@ -173,7 +173,7 @@ class _View:
 
     def request_stacks(self):
         """Send the signal if the process can respond; return whether the signal was sent."""
-        if self.file is None or self.state in STOPPED:
+        if self.file is None or self.state in STOPPED_STATES:
             return False
         self.start = self.size = os.fstat(self.file.fileno()).st_size
         with contextlib.suppress(OSError):

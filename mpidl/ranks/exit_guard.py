@@ -19,8 +19,8 @@ import time
 FIRST_SECONDS, LAST_SECONDS = 0.02, 0.5  # shortest and longest time between two checks
 LATER_SECONDS = 1.0  # extra time, so that a rank in MPI_Finalize can report the process first
 LONGEST_STEP = 1.0  # if more time passes between two checks, all processes were suspended
-ENDED = ("", "X", "Z")  # states of processes, as in /proc/PID/stat
-STOPPED = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger"}
+ENDED_STATES = ("", "X", "Z")  # states of processes, as in /proc/PID/stat
+STOPPED_STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger"}
 SIGKILL = 9  # as in the module `signal`, which would take too long to import
 
 
@@ -49,14 +49,14 @@ def watch(ranks: dict[tuple[int, str], str], timeout: float) -> None:
             pid, tick = process
             status = status_of(pid)
             state = status[0]
-            if state in ENDED or status[19] != tick:
+            if state in ENDED_STATES or status[19] != tick:
                 del stopped_seconds[process]
-            elif state not in STOPPED:
+            elif state not in STOPPED_STATES:
                 stopped_seconds[process] = 0.0
             else:
                 stopped_seconds[process] += min(now - previous, LONGEST_STEP)
                 if stopped_seconds[process] > timeout + LATER_SECONDS:
-                    _end(pid, ranks[process], STOPPED[state], timeout)
+                    _end(pid, ranks[process], STOPPED_STATES[state], timeout)
 
 
 def _end(pid, name, state, timeout):

@@ -84,7 +84,7 @@ class Hang(NamedTuple):
             if sighting is not None and sighting.stacks:
                 lines += [f"  Python stacks of rank {rank}:"]
                 lines += [textwrap.indent(sighting.stacks, "    ")]
-            elif sighting is not None and sighting.state in acts.STOPPED:
+            elif sighting is not None and sighting.state in acts.STOPPED_STATES:
                 lines.append(f"  rank {rank} is stopped, so it cannot show its Python stacks")
         return lines
 

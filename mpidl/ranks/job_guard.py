@@ -139,7 +139,7 @@ class JobGuard(Guard):
         sightings = self._look_at(ranks, stacks=False)
         answers = {own_rank: f"{transport.activity}: MPI does not return from {operation}"}
         for rank, sighting in sightings.items():
-            is_stopped = sighting.state in (*acts.STOPPED, *acts.ENDED)
+            is_stopped = sighting.state in (*acts.STOPPED_STATES, *acts.ENDED_STATES)
             if not is_stopped and f"waits for {operation}" in sighting.act:
                 answers[rank] = sighting.act
         silent = [rank for rank in ranks if rank not in answers]
@@ -159,7 +159,7 @@ class JobGuard(Guard):
         self._look_time = now
         ranks = transport.ranks_of_host(transport.hosts[transport.rank])
         neighbour = ranks[(ranks.index(transport.rank) + 1) % len(ranks)]  # perhaps this rank
-        if acts.state_of(self.peers[neighbour].address) not in acts.STOPPED:
+        if acts.state_of(self.peers[neighbour].address) not in acts.STOPPED_STATES:
             self._stopped_since = math.inf
         else:
             self._stopped_since = min(self._stopped_since, now)

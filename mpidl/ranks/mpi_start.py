@@ -19,7 +19,7 @@ from types import ModuleType
 
 from mpidl.errors import UserError
 from mpidl.ranks import failure, foreign_launcher, shared_segments, slurm_lines, ulfm
-from mpidl.ranks.exit_guard import ENDED, STOPPED, status_of
+from mpidl.ranks.exit_guard import ENDED_STATES, STOPPED_STATES, status_of
 
 START_SECONDS = 10.0  # extra time after the time-out, because a busy host starts MPI slowly
 LOOK_SECONDS = 0.5  # time between two checks of the watching thread
@@ -164,7 +164,7 @@ class Watch:
             if failure.launcher_has_ended():
                 self._end("because the launcher on this host has ended")
             states = _states_of_ranks() if watched_ranks else {}
-            alive = sum(state not in ENDED for state in states.values())
+            alive = sum(state not in ENDED_STATES for state in states.values())
             is_gone = os.getpid() in states and watched_ranks > alive
             gone_seconds = gone_seconds + seconds if is_gone else 0.0
             if gone_seconds > GONE_SECONDS:
@@ -202,7 +202,7 @@ def _states_of_ranks():
 
 def _stopped_ranks():
     """Return text that lists the sibling processes stopped by a signal; "" if there are none."""
-    stopped = [str(pid) for pid, state in _states_of_ranks().items() if state in STOPPED]
+    stopped = [str(pid) for pid, state in _states_of_ranks().items() if state in STOPPED_STATES]
     return f": stopped on this host: process {', '.join(stopped)}" if stopped else ""
 
 

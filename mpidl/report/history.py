@@ -157,9 +157,9 @@ class HistoryRecorder:
     def cut(self, cut: metrics.Cut) -> None:
         """Remove the records that the run will repeat."""
         for kind, columns in self.columns.items():
-            kept = np.searchsorted(columns.column("iteration"), cut.last(kind), "right")
-            columns.cut(int(kept))
-            self._metrics[kind] = {row: v for row, v in self._metrics[kind].items() if row < kept}
+            end = np.searchsorted(columns.column("iteration"), cut.last(kind), "right")
+            columns.cut(int(end))
+            self._metrics[kind] = {row: v for row, v in self._metrics[kind].items() if row < end}
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the records in the format and order of metrics.jsonl."""

@@ -100,7 +100,7 @@ def read(folder: str) -> RunFiles:
     records = read_records(folder)
     folder = folder if os.path.isdir(folder) else os.path.dirname(folder) or os.curdir
     history = History.from_records(records)
-    summary = _known(read_summary(folder))
+    summary = _typed_entries(read_summary(folder))
     confusion = _read_confusion(os.path.join(folder, CONFUSION))
     table = _read_rows(os.path.join(folder, CLASS_METRICS), "a table of metrics")
     if not is_current(summary, max(history.iteration.iteration, default=0)):
@@ -218,7 +218,7 @@ def _read_options(path):
     return {name: table for name, table in tables.items() if isinstance(table, dict)}
 
 
-def _known(summary):
+def _typed_entries(summary):
     """Return the entries of summary.json to show in reports, if they have the right types."""
     numbers = {name: summary.get(name) for name in NUMBERS if _is_number(summary.get(name))}
     texts = {name: summary[name] for name in TEXTS if isinstance(summary.get(name), str)}

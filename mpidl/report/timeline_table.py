@@ -68,7 +68,7 @@ def largest_wait(ranks: Sequence[RankSpans]) -> Wait | None:
 
     If there are several iterations, the first one is ignored, because it includes warm-up.
     """
-    found: list[tuple[int, int, int, np.void]] = []  # duration, rank, iteration and wait
+    longest: list[tuple[int, int, int, np.void]] = []  # duration, rank, iteration and wait
     for number, rank in enumerate(ranks):
         waits, iterations = rank.select(phases.MAIN, "wait"), rank.select(phases.ITERATIONS)
         first = iterations["size"][0] if len(iterations) > 1 else 0
@@ -77,10 +77,10 @@ def largest_wait(ranks: Sequence[RankSpans]) -> Wait | None:
         if len(waits):
             durations = waits["end"] - waits["start"]
             i = int(np.argmax(durations))
-            found.append((int(durations[i]), number, int(in_iteration[i]), waits[i]))
-    if not found:
+            longest.append((int(durations[i]), number, int(in_iteration[i]), waits[i]))
+    if not longest:
         return None
-    duration, number, iteration, wait = max(found, key=lambda candidate: candidate[0])
+    duration, number, iteration, wait = max(longest, key=lambda candidate: candidate[0])
     operation, place = ranks[number].name(wait), _place(ranks[number], wait)
     last_rank = _last_rank(ranks, number, wait)
     return Wait(number, duration / 1e9, iteration, operation, place, last_rank)

@@ -43,7 +43,7 @@ def best_of(rows: Sequence[Row], folds: int | None = None) -> tuple[Row, str] | 
     row has a score.
     """
     score = score_of(rows, folds)
-    scored = [row for row in _ended(rows, folds) if row[score] is not None]
+    scored = [row for row in _scored_rows(rows, folds) if row[score] is not None]
 
     def order(row):
         loss = row[score.replace("accuracy", "loss")]
@@ -55,11 +55,11 @@ def best_of(rows: Sequence[Row], folds: int | None = None) -> tuple[Row, str] | 
 
 def score_of(rows: Sequence[Row], folds: int | None = None) -> str:
     """Return the name of the score by which `best_of` ranks rows; "loss" if they share no score."""
-    ended = _ended(rows, folds)
-    return next((n for n in SCORES if ended and all(row[n] is not None for row in ended)), "loss")
+    scored = _scored_rows(rows, folds)
+    return next((n for n in SCORES if scored and all(row[n] is not None for row in scored)), "loss")
 
 
-def _ended(rows, folds):
+def _scored_rows(rows, folds):
     """Return the rows of trials or settings that have ended with a score."""
     return [
         row

@@ -38,7 +38,9 @@ class PartObjective:
         results = self.function(net, images, targets)
         loss = value_of(results[0])
         terms = [replace(term, nodes=[]) for term in loss.terms]
-        self._losses[images.batch.total] = Partial(terms, None, loss.shape, loss.dtype)
+        self._losses[images.batch.total or images.batch.count] = Partial(
+            terms, None, loss.shape, loss.dtype
+        )
         sums = [replace(term, scale=1.0) for term in loss.terms]
         return *results, *(Partial([term], None, loss.shape, term.dtype) for term in sums)
 

@@ -82,7 +82,7 @@ class StepProgram:
             net.state = {name: _copied(array) for name, array in net.state.items()}
             optimizer.prepare(net.parameters)
         self._tables = [dict(table) for table in _tables(net, optimizer)]
-        self._arrays, self._settings = _arrays(self._tables), _kept(_settings(net, optimizer))
+        self._arrays, self._settings = _arrays(self._tables), _snapshot(_settings(net, optimizer))
         world.host_memory()  # collective; an error during the recording may occur on one rank only
         recorder = Recorder(self._arrays, None if largest is None else largest.memory)
         self.memory: PlannedArena = recorder.memory
@@ -150,11 +150,11 @@ class StepProgram:
         if _formats(tables) != _formats(self._tables):
             return False
         values = [{name: np.array(array) for name, array in table.items()} for table in tables]
-        for own, new_values in zip(self._tables, values, strict=True):
-            copy_into(own, new_values)
+        for table, new_values in zip(self._tables, values, strict=True):
+            copy_into(table, new_values)
         net.parameters, net.state, *state_arrays = self._tables
-        for name, own in zip([*optimizer.state_arrays], state_arrays, strict=True):
-            optimizer.state_arrays[name] = dict(own)
+        for name, table in zip([*optimizer.state_arrays], state_arrays, strict=True):
+            optimizer.state_arrays[name] = dict(table)
         return True
 
     def fits(self, images: Blocked, targets: Blocked) -> bool:
@@ -261,16 +261,16 @@ def _settings(net, optimizer):
     return [*options, factors, tables, *map(type, parts), *map(vars, parts)]
 
 
-def _kept(value):
+def _snapshot(value):
     """Return the value, with copies of its lists and dicts, whose later changes show."""
     if isinstance(value, dict):
-        return {key: _kept(element) for key, element in value.items()}
-    return [_kept(element) for element in value] if isinstance(value, list) else value
+        return {key: _snapshot(element) for key, element in value.items()}
+    return [_snapshot(element) for element in value] if isinstance(value, list) else value
 
 
-def _are_equal(found, expected):
+def _are_equal(value, expected):
     try:
-        return found == expected
+        return value == expected
     except ValueError:  # a comparison of arrays
         return False
 

@@ -45,7 +45,7 @@ class GPUStep:
         advice: Callable[[float], str],
         graphs: bool = True,
     ) -> None:
-        self.net, self.optimizer, self.reader, self.counts = net, optimizer, reader, world.counts
+        self.net, self.optimizer, self.reader = net, optimizer, reader
         self.labels_per_image, self.advice = labels_per_image, advice
         self.pending: collections.deque = collections.deque()  # (handle, StepInfo)
         gradient = value_and_grad(losses.loss_function(loss), reduce=world)
@@ -90,24 +90,21 @@ class GPUStep:
         self.net.to(None)
         self.program = None
 
-    def start(self, feed: Any) -> tuple[int, int]:
+    def start(self, feed: Any) -> int:
         """Start the training step of a mini-batch, and immediately return a handle for `finish`."""
         row = self.program.ready() % ROWS
         values = self.reader.values(feed, row)
         if "per_image" not in self.program.slots:  # the loss is not a mean over images
             del values["per_image"]
-        return self.program.run(**values | self.optimizer.advance()), feed.batch.count
+        return self.program.run(**values | self.optimizer.advance())
 
-    def finish(self, handle: tuple[int, int]) -> tuple[float, ...]:
+    def finish(self, handle: int) -> tuple[float, ...]:
         """Wait for a started training step, and return the sums of the loss."""
-        number, self.counts.count = handle
-        roots = self.program.results(number)
-        value = tuple(
+        roots = self.program.results(handle)
+        return tuple(
             pending.finish([roots[f"{i}.{j}"] for j in range(len(pending.roots))])
             for i, pending in enumerate(self.value)
         )
-        self.counts.count = None
-        return value
 
     def _results(self, max_pending: int) -> Iterator[StepResult]:
         while len(self.pending) > max_pending:

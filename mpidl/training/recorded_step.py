@@ -20,7 +20,7 @@ Therefore, it runs once while a recorder takes the calls, and a program replays 
     Program                                 cpu/program.py, gpu/program.py
         |  per mini-batch: addresses of images and targets, learning rate, ...
         v
-    player: one call of kernels/cpu/play.c, or one CUDA graph between sums through the host
+    player: two calls of kernels/cpu/play.c, or one CUDA graph between sums through the host
 
 On CPUs, the gradients of the second mini-batch of each size are computed both eagerly and by a
 replay. Only if all ranks find the same bytes, later mini-batches are replayed (`replayed_step.py`).

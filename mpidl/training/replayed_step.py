@@ -29,14 +29,17 @@ class ReplayedStep(EagerStep):
     mini-batches, so a larger mini-batch discards all programs. A hook may change settings of the
     network or the optimizer, possibly on one rank only. That rank then runs eagerly until the ranks
     agree to record again, at the first mini-batch of an epoch.
+
+    If mini-batches are computed in parts, a program computes only the gradient of a part. The sum
+    of the gradients and the update of the network are computed eagerly.
     """
 
     includes_update = True  # whether a program updates the network
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # {size of a mini-batch: its program}, or None if the step cannot be replayed
-        self.programs: dict[tuple[int, int], StepProgram] | None = {}
+        self.programs: dict[tuple[int, int], StepProgram] = {}  # {size of a mini-batch: program}
+        self.can_replay = True  # whether no recording or check has failed
         self._base: StepProgram | None = None  # its arrays are those of the current mini-batch
         self._replayed: StepProgram | None = None  # the program of the last mini-batch
         self._epoch = 0
@@ -44,7 +47,11 @@ class ReplayedStep(EagerStep):
     @property
     def largest(self) -> StepProgram | None:
         """The program for the largest mini-batches so far, or None."""
-        return next(iter(self.programs.values()), None) if self.programs else None
+        return next(iter(self.programs.values()), None)
+
+    def compute_parts(self) -> None:
+        super().compute_parts()
+        self.includes_update = False
 
     def close(self) -> None:
         self.programs, self._base, self._replayed, self._epoch = {}, None, None, 0
@@ -66,16 +73,42 @@ class ReplayedStep(EagerStep):
         return sums
 
     def _gradient(self, images, targets):
+        if not isinstance(images.batch, PartedBatch):
+            return self._recorded_gradient(images, targets)
+        from mpidl.training import accumulation
+
+        state = {name: np.array(array) for name, array in self.net.state.items()}
+        arguments = self.objective, self.net, images, targets
+        try:
+            return accumulation.accumulated(self._part, *arguments)
+        finally:
+            self._set_state(state)  # keep the old state until the update
+
+    def _part(self, net, images, targets):
+        """Return the results for a part, in memory that later replays do not use."""
+        self._set_state(net.state)
+        value, *tables = self._recorded_gradient(images, targets)
+        copies = [{name: np.array(array) for name, array in table.items()} for table in tables]
+        return tuple(map(np.array, value)), *copies
+
+    def _set_state(self, state):
+        if self.largest is None:
+            self.net.state = dict(state)
+        else:
+            self.largest.set_state(state)
+
+    def _recorded_gradient(self, images, targets):
+        """Return the gradient of a mini-batch or of a part, replayed if possible."""
         self._base = self._replayed = None
-        if self.programs is None or targets is None:
+        if not self.can_replay or targets is None:
             return super()._gradient(images, targets)
         is_new = self._record_if_new(images, targets)
-        program = (self.programs or {}).get(_size(images.batch))
+        program = self.programs.get(_size(images.batch))
         if program is not None and not program.fits(images, targets):
             program = None
         if program is not None and not program.is_checked and not is_new:
             if not self._agree():
-                return self._gradient(images, targets)
+                return self._recorded_gradient(images, targets)
             with phases.span("check of the recording"):
                 return self._check(program, images, targets)
         base = program or self.largest
@@ -120,10 +153,9 @@ class ReplayedStep(EagerStep):
                 largest=self.largest,
                 includes_update=self.includes_update,
             )
-        if self.world.gop("and", program.problem is None):
-            self.programs[size] = program
-        else:
-            self.programs = None
+        self.programs[size] = program
+        if not self.world.gop("and", program.problem is None):
+            self._stop_replaying()
         return True
 
     def _agree(self):
@@ -133,6 +165,9 @@ class ReplayedStep(EagerStep):
         if not is_agreed:
             self.programs = {}
         return is_agreed
+
+    def _stop_replaying(self):
+        self.programs, self._base, self.can_replay = {}, None, False
 
     def _check(self, program, images, targets):
         """Compute the gradient eagerly and by a replay; stop replaying if they differ."""
@@ -146,7 +181,7 @@ class ReplayedStep(EagerStep):
         if self.world.rank == 0:
             text = "warning: replayed and eager training steps differ; please report"
             print(f"{text} this. The training continues with eager steps.", file=sys.stderr)
-        self.programs = self._base = None
+        self._stop_replaying()
         return super()._gradient(images, targets)
 
     def _update(self, gradients, state):
@@ -159,43 +194,6 @@ class ReplayedStep(EagerStep):
                 parameters = self.optimizer(self.net.parameters, gradients)
             cpu_step.copy_into(self.net.parameters, parameters)
             cpu_step.copy_into(self.net.state, state)
-
-
-class ReplayedParts(ReplayedStep):
-    """A training step on the host that replays the gradients of the parts of mini-batches.
-
-    A program computes only the gradient of a part. The sum of the gradients and the update of the
-    network are computed eagerly.
-    """
-
-    includes_update = False
-
-    def _gradient(self, images, targets):
-        if not isinstance(images.batch, PartedBatch):
-            return super()._gradient(images, targets)
-        state = {name: np.array(array) for name, array in self.net.state.items()}
-        from mpidl.training import accumulation
-
-        arguments = self.objective, self.net, images, targets
-        try:
-            return accumulation.accumulated(self._part, *arguments)
-        finally:
-            self._set_state(state)  # keep the old state until the update
-
-    def _part(self, net, images, targets):
-        """Return the results for a part, in memory that later replays do not use."""
-        self._set_state(net.state)
-        value, gradients, state = super()._gradient(images, targets)
-        copies = [
-            {name: np.array(array) for name, array in table.items()} for table in (gradients, state)
-        ]
-        return tuple(map(np.array, value)), *copies
-
-    def _set_state(self, state):
-        if self.largest is None:
-            self.net.state = dict(state)
-        else:
-            self.largest.set_state(state)
 
 
 def _size(batch):

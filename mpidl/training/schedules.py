@@ -129,6 +129,7 @@ def rate_of(options: "TrainingOptions", epoch: int, iteration: int, per_epoch: i
     if callable(schedule):
         return _call_schedule(schedule, epoch, iteration)
     rate = options.learning_rate
+    assert rate is not None  # TrainingOptions has replaced None by the solver's rate
     base = options.scale_rate or options.linear_scaling
     if base is not None:
         rate *= options.batch_size / base

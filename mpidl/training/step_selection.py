@@ -25,11 +25,10 @@ def make_step(run, queue_options, balancer):
         accumulation.check(options, loss, world.device)
     if world.device is None:
         from mpidl.training import cpu_step  # only ranks without a GPU record on the CPU
-        from mpidl.training.replayed_step import ReplayedParts, ReplayedStep
+        from mpidl.training.replayed_step import ReplayedStep
 
         is_recordable = cpu_step.is_recordable(net, optimizer, loss, options)
-        replayed = ReplayedStep if options.accumulate == 1 else ReplayedParts
-        step_class = replayed if is_recordable else EagerStep
+        step_class = ReplayedStep if is_recordable else EagerStep
         queue = MinibatchQueue(*arguments, **queue_options)
         queue.parts = options.accumulate
         step = step_class(net, optimizer, loss, world, labels_per_image, balancer, advice)

@@ -18,8 +18,8 @@ import numpy as np
 from mpidl import losses, phases
 from mpidl.core.grad import value_and_grad
 from mpidl.data.parts import PartedBatch, parts_of
-from mpidl.errors import NotFinite, UserError
-from mpidl.training.optimizers import Optimizer
+from mpidl.errors import NotFinite
+from mpidl.training.optimizers.checks import checked_step
 
 
 class StepInfo(NamedTuple):
@@ -148,34 +148,6 @@ class EagerStep:
         elif not ranks:  # a faulty processor, or a layer whose output is random
             place = ", but finite when computed again"
         raise not_finite(loss, info, place, self.advice)
-
-
-def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) -> dict[str, Any]:
-    """Apply an optimizer, and return the new parameters in the order of the old parameters.
-
-    Raises
-    ------
-    UserError
-        If a custom optimizer changes the name, shape or type of a parameter.
-    """
-    stepped = optimizer(parameters, gradients)
-    if isinstance(optimizer, Optimizer):
-        return stepped
-    name = f"optimizer: {type(optimizer).__name__}"
-    if not isinstance(stepped, Mapping):
-        raise UserError(f"{name} must return new parameters, found {type(stepped).__name__}")
-    unknown = [key for key in stepped if key not in parameters]
-    missing = [key for key in parameters if key not in stepped]
-    if unknown or missing:
-        raise UserError(f"{name} must return all parameters; missing {missing}, unknown {unknown}")
-    for key, old in parameters.items():
-        new = stepped[key]
-        if (type(new), getattr(new, "dtype", None)) != (type(old), old.dtype):
-            new_type = f"{type(new).__name__} {getattr(new, 'dtype', '')}".strip()
-            raise UserError(f"{name}: {key}: expected {old.dtype} as before, found {new_type}")
-        if new.shape != old.shape:
-            raise UserError(f"{name}: {key}: expected shape {old.shape}, found {new.shape}")
-    return {key: stepped[key] for key in parameters}
 
 
 def result_of(info: StepInfo, sums: Sequence[float], labels_per_image: int) -> StepResult:

@@ -44,12 +44,12 @@ def requested(
         return []
     from mpidl.trackers import load
 
-    found = {type(hook) for hook in present}
+    present_types = {type(hook) for hook in present}
     classes = {load(name): text for name, text in texts.items()}
     return [
         tracker() if text is None else tracker(text)
         for tracker, text in classes.items()
-        if tracker not in found
+        if tracker not in present_types
     ]
 
 

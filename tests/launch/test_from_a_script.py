@@ -260,6 +260,9 @@ def test_ranks_cannot_start_ranks(monkeypatch):
     with pytest.raises(dl.UserError, match="one of 4 according to PMI_SIZE") as caught:
         dl.launch(launched.sizes, ranks=2)
     assert "\n" not in str(caught.value)
+    monkeypatch.delenv("PMI_SIZE")
+    monkeypatch.setenv(launch_job.SIZE_VARIABLE, "")  # says nothing
+    assert dl.launch(launched.sizes, ranks=1)[1] == 1
 
 
 @SLOW

@@ -61,13 +61,13 @@ def test_a_process_is_seen_while_it_runs_is_stopped_and_has_ended(child):
     assert silent.stacks == ""
 
     os.kill(child.pid, signal.SIGSTOP)
-    wait_until(lambda: acts.state_of(child.address) in acts.STOPPED)
+    wait_until(lambda: acts.state_of(child.address) in acts.STOPPED_STATES)
     (stopped,) = acts.look_at([child.address])
     assert stopped.state == "T" and stopped.stacks == ""
     assert stopped.act.startswith("epoch 3, iteration 17: waits for gop max")
 
     child.kill()
-    wait_until(lambda: acts.state_of(child.address) in acts.ENDED)
+    wait_until(lambda: acts.state_of(child.address) in acts.ENDED_STATES)
     assert acts.look_at([child.address]) == [acts.Sighting(acts.state_of(child.address))]
     child.wait()
     assert acts.look_at([child.address]) == [acts.Sighting("")]

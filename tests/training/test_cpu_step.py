@@ -20,7 +20,7 @@ from mpidl.nn import zoo
 from mpidl.training import cpu_step
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.optimizers import Clip, Optimizer, Rate
-from mpidl.training.replayed_step import ReplayedParts, ReplayedStep
+from mpidl.training.replayed_step import ReplayedStep
 from mpidl.training.steps import EagerStep, StepInfo
 
 pytestmark = needs_kernels
@@ -104,8 +104,7 @@ def assert_equal(net, solver, world, **arguments):
     nets = net(), net()
     optimizers = [solver(**net.factors) for net in nets]
     _, expected = run(world, EagerStep, nets[0], optimizers[0], **arguments)
-    replayed = ReplayedParts if arguments.get("parts", 1) > 1 else ReplayedStep
-    step, losses = run(world, replayed, nets[1], optimizers[1], **arguments)
+    step, losses = run(world, ReplayedStep, nets[1], optimizers[1], **arguments)
     assert losses == expected
     arrays = [results(*pair) for pair in zip(nets, optimizers, strict=True)]
     assert {k: v.tobytes() for k, v in arrays[0].items()} == {
@@ -269,7 +268,7 @@ def test_a_smaller_mini_batch_that_cannot_be_recorded(world, monkeypatch):
     monkeypatch.setattr(Recorder, "finish", refuse_third)
     *results_of_replays, step = train_on_sizes(ReplayedStep, sizes, world)
     assert results_of_replays == expected and len(programs) == 3
-    assert step.programs is None
+    assert not step.can_replay
 
 
 def test_trainings_with_mixed_images_replay_steps(world, counts):
@@ -329,7 +328,7 @@ def stale_samples(monkeypatch):
 
 
 def test_a_program_that_misses_an_input_is_not_used(world, stale_samples, capfd):
-    assert assert_equal(residual, SOLVERS["sgdm"], world).programs is None
+    assert not assert_equal(residual, SOLVERS["sgdm"], world).can_replay
     text = capfd.readouterr().err
     assert ("replayed and eager training steps differ" in text) == (world.rank == 0)
 
@@ -476,8 +475,7 @@ def test_a_loss_that_is_not_finite_leaves_the_arrays(parts, last, world):
 
     try:
         with np.errstate(all="ignore"):
-            step_class = ReplayedStep if parts == 1 else ReplayedParts
-            run(world, step_class, net, dl.SGDM(0.1), explode, parts=parts)
+            run(world, ReplayedStep, net, dl.SGDM(0.1), explode, parts=parts)
     except dl.errors.NotFinite as fault:
         error = fault
     assert f"iteration {last + 1}" in error.description
@@ -510,4 +508,4 @@ def test_what_numpy_computes_stays_eager(world):
     def net():
         return small(dl.PReLU())  # NumPy sums the gradient of the slopes
 
-    assert assert_equal(net, SOLVERS["sgdm"], world).programs is None
+    assert not assert_equal(net, SOLVERS["sgdm"], world).can_replay

@@ -17,7 +17,7 @@ RUN = ("checkpoint.h5", "checkpoint-previous.h5", "metrics.jsonl", "notes.txt")
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     """The current working folder, which is empty."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoint, "load", lambda folder: ({}, {"folder": folder}))
@@ -26,7 +26,9 @@ def here(tmp_path, monkeypatch):
 
 def session_of(*, title=None, **arguments):
     """Return a session of the command. With a title, its folder has been made."""
-    world = dl.World(threads=1)
+    from mpi4py import MPI
+
+    world = dl.World(MPI.COMM_SELF, threads=1)
     with FolderLock(world) as lock:
         session = Session(world, lock, **arguments, words=COMMAND_WORDS)
         if title is not None:
@@ -42,7 +44,7 @@ def refused(**arguments):
     return str(error.value)
 
 
-def test_a_run_without_a_folder_gets_a_new_one(here):
+def test_a_run_without_a_folder_gets_a_new_one(folder):
     assert session_of(title="digits").out == "runs/digits"
     assert session_of(title="digits").out == "runs/digits-2"
     assert session_of(title="nets/my.py:small").out == "runs/small"
@@ -50,10 +52,10 @@ def test_a_run_without_a_folder_gets_a_new_one(here):
     assert session.out == "runs/digits" and session.checkpoint[1] == {"folder": "runs/digits"}
 
 
-def test_files_of_an_earlier_run_are_removed(here):
+def test_files_of_an_earlier_run_are_removed(folder):
     assert session_of(out="mine/one", title="digits").out == "mine/one"
     for name in RUN:
-        (here / "mine/one" / name).write_text("old")
+        (folder / "mine/one" / name).write_text("old")
     assert session_of(out="mine/two", resume="mine/one", title="digits").out == "mine/two"
     assert os.listdir("mine/two") == ["metrics.jsonl"]
     assert set(os.listdir("mine/one")) == set(RUN)
@@ -62,25 +64,25 @@ def test_files_of_an_earlier_run_are_removed(here):
 
 
 @pytest.mark.parametrize("name", RUN[:2])
-def test_a_folder_with_another_run_is_refused(here, monkeypatch, name):
+def test_a_folder_with_another_run_is_refused(folder, monkeypatch, name):
     monkeypatch.undo()
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(folder)
     os.mkdir("run")
     session_of(out="run")
     session_of(out="none")
-    (here / "run" / name).write_text("old")
+    (folder / "run" / name).write_text("old")
     text = refused(out="run")
     assert text.startswith("--out run: it contains a run, whose checkpoint cannot be loaded: ")
     assert text.endswith(": --resume run continues it, --overwrite replaces it")
-    assert refused(out="run", resume=str(here)) == text
+    assert refused(out="run", resume=str(folder)) == text
     session_of(out="run", overwrite=True)
     monkeypatch.setattr(checkpoint, "load", lambda folder: ({}, {}))
-    session_of(out="run", resume=f"{here}/run")  # a different path of the same folder
+    session_of(out="run", resume=f"{folder}/run")  # a different path of the same folder
 
 
-def test_a_folder_that_cannot_be_created_is_refused(here):
-    (here / "file").write_text("")
-    out = str(here / "file" / "run")
+def test_a_folder_that_cannot_be_created_is_refused(folder):
+    (folder / "file").write_text("")
+    out = str(folder / "file" / "run")
     assert refused(out=out, title="digits").startswith(f"--out {out}: cannot be written: ")
-    (here / "runs").write_text("")
+    (folder / "runs").write_text("")
     assert refused(title="digits").startswith("runs: cannot be written: ")

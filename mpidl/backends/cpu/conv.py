@@ -16,7 +16,7 @@ from mpidl.core.fold import Partial, Term, add, merge_moments
 # Minimum numbers of channels for Winograd's algorithm:
 SAVING = 8  # in gradients and, with "fast" and filters larger than 3x3, in forward passes
 FEW = 16  # in forward passes with "auto" and 3x3 filters
-MANY = 32  # in forward passes with "auto" and 5x5 filters
+MANY_5X5 = 32  # in forward passes with "auto" and 5x5 filters
 # Minimum numbers of inputs for larger tiles in forward passes with "auto" and 3x3 filters:
 WIDE = 32  # for tiles of 2x4 outputs
 LARGE = 128  # for tiles of 4x4 outputs
@@ -90,7 +90,7 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     Gradients with fewer than SAVING channels, and outputs smaller than a tile, use direct sums. So
     do filters that fill less than two thirds of the equivalent filter at stride 1. In these cases,
     the transforms would cost more than they save. With "auto", forward passes with fewer than FEW
-    channels, or MANY channels with 5x5 filters, use direct sums, too.
+    channels, or MANY_5X5 channels with 5x5 filters, use direct sums, too.
 
     References
     ----------
@@ -111,7 +111,7 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
         auto = 0 if channels < FEW else 44 if c >= LARGE else 24 if c >= WIDE else 22
         dx = 44 if step == 1 and k >= SAVING else 0
         return 44 if fast else auto, dx, 44 if c >= SAVING else 0
-    auto = 22 if channels >= MANY else 0
+    auto = 22 if channels >= MANY_5X5 else 0
     dx = 0 if step > 1 or not enough else 44 if fast else 22
     return 44 if fast and enough else auto, dx, 44 if enough else 0
 

@@ -146,7 +146,7 @@ def dense_backward(dy, x, weight, tree, needs):
     _check(values, weight)
     dx = dense_dx(dy, weight) if needs[0] else None
     sums = None
-    if needs[0] and isinstance(x, DeferredInput):
+    if dx is not None and isinstance(x, DeferredInput):
         sums = activation_sums(dx.reshape(x.x.shape), x, tree)
     return (
         dx,

@@ -7,6 +7,7 @@ kernels at once. `through` replaces Eager by another sink, such as a Recorder (s
 
 import contextlib
 import math
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,8 @@ class _Process:
         self.open(None)
 
     def open(self, device):
-        self.device, self.sink = device, None if device is None else Eager(device)
+        self.device = device
+        self.sink: Any = None if device is None else Eager(device)
         self.constants = {}  # {(bytes, dtype, shape): Array}
         self.loaded = {}  # {Unit: {kernel: handle}}
 

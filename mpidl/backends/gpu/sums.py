@@ -22,14 +22,7 @@ GATHERED = 1 << 28
 
 
 class Counts:
-    """Provides the image counts and indices of a mini-batch to GPU kernels, as `Batch.device`.
-
-    `count` is the number of images of the mini-batch whose results are being read; None is the
-    count of the Batch.
-    """
-
-    def __init__(self):
-        self.count = None
+    """Provides the image counts and indices of a mini-batch to GPU kernels, as `Batch.device`."""
 
     def valid(self, batch):
         """Return the number of images in this rank's share, (1,) int32."""
@@ -48,22 +41,21 @@ class Counts:
 
     def per_image(self, batch):
         """Return 1 / (number of images in the mini-batch) as a `fold.Late`."""
-        number = launching.scalar("per_image", 1.0 / batch.count, np.float64)
-        return Late(lambda: 1.0 / (self.count or batch.count), number)
+        return Late(launching.scalar("per_image", 1.0 / batch.count, np.float64))
 
 
 class Pending:
     """A scalar sum that is still on the GPU. float() waits for the sum and returns its value.
 
     `roots` are the arrays that `finish` needs: the roots of the Partial's terms, followed by the
-    factors that the GPU has computed.
+    numbers of its Late factors.
     """
 
     shape, dtype = (), np.dtype(np.float64)
 
     def __init__(self, partial, roots):
         self.partial = partial
-        factors = [t.scale.array for t in partial.terms if _is_computed(t.scale)]
+        factors = [t.scale.array for t in partial.terms if isinstance(t.scale, Late)]
         self.roots = [*roots, *factors]
 
     def finish(self, roots):
@@ -71,7 +63,9 @@ class Pending:
         values = [np.asarray(root, np.float64) for root in roots]
         factors, partial = iter(values[len(self.partial.terms) :]), self.partial
         terms = [
-            replace(t, scale=float(next(factors) * t.scale.factor)) if _is_computed(t.scale) else t
+            replace(t, scale=float(Late(next(factors), t.scale.factor)))
+            if isinstance(t.scale, Late)
+            else t
             for t in partial.terms
         ]
         partial = Partial(terms, partial.addend, partial.shape, partial.dtype)
@@ -79,10 +73,6 @@ class Pending:
 
     def __float__(self):
         return self.finish([float(root) for root in self.roots])
-
-
-def _is_computed(scale):
-    return isinstance(scale, Late) and scale.value is None
 
 
 def gplus(partials, world):

@@ -121,13 +121,6 @@ class HDF5Datastore(Datastore):
         contents = on_rank_0(world, lambda: inspect_file(path, names, layout, classes, labelled))
         self._set_contents(path, contents)
 
-    @classmethod
-    def of_contents(cls, path: str, contents: Contents) -> HDF5Datastore:
-        """Return a datastore of a file whose Contents are known."""
-        store = cls.__new__(cls)
-        store._set_contents(path, contents)
-        return store
-
     def _set_contents(self, path: str, contents: Contents) -> None:
         self.path, self.contents, self._lock = path, contents, threading.Lock()
         self._file: Any = None
@@ -176,6 +169,13 @@ class HDF5Datastore(Datastore):
         # The size of the file reveals most changes. The modification time is left out, because
         # it differs between copies of a file.
         return digest(super().fingerprint(), self.contents.stamp.size, self.contents.images.layout)
+
+
+def of_contents(path: str, contents: Contents) -> HDF5Datastore:
+    """Return a datastore of a file whose contents are known."""
+    store = HDF5Datastore.__new__(HDF5Datastore)
+    store._set_contents(path, contents)
+    return store
 
 
 def _stream_of(path: str, now: Stamp) -> ByteStream | None:

@@ -194,7 +194,7 @@ def mat_file(
     else:
         rows = targets if isinstance(targets, hdf5.Rows) else None
         contents = hdf5.Contents(now, count, pixels, codes, names, rows)
-        store = hdf5.HDF5Datastore.of_contents(path, contents)
+        store = hdf5.of_contents(path, contents)
     return combined(store, targets) if isinstance(targets, np.ndarray) else store
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
 
 from mpidl.training.optimizers.chain import FusedTail, fuses
-from mpidl.training.optimizers.transforms import Rate, Transform, Updates, WeightDecay, check
+from mpidl.training.optimizers.transforms import (
+    Arrays,
+    Numbers,
+    Rate,
+    Transform,
+    Updates,
+    WeightDecay,
+    check,
+)
 
 __all__ = ["AdamMoments", "CorrectedAdamMoments"]
 
@@ -58,9 +62,7 @@ class AdamMoments(Transform):
         mean, square = self.gradient_decay, self.square_decay
         return [rate, mean, 1 - mean, square, 1 - square, epsilon]
 
-    def apply(
-        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
-    ) -> None:
+    def apply(self, updates: Updates, state_arrays: Arrays, numbers: Numbers) -> None:
         arguments = self._arguments(numbers["correction"], numbers.get("epsilon", self.epsilon))
         updates.arrays = updates.stepped_zeros("adam", state_arrays, arguments)
 

@@ -14,6 +14,8 @@ import numpy as np
 from mpidl import backends
 from mpidl.text import did_you_mean
 from mpidl.training.optimizers.transforms import (
+    Arrays,
+    Numbers,
     Tables,
     Transform,
     Updates,
@@ -360,7 +362,7 @@ class FusedTail:
         """
         return [values["learning_rate"]]
 
-    def step(self, updates: Updates, state_arrays: list[list], values: Mapping[str, Any]) -> list:
+    def step(self, updates: Updates, state_arrays: Arrays, values: Numbers) -> list:
         """Return the weights after the step, and update the state arrays in place.
 
         Parameters

@@ -52,6 +52,31 @@ def check_optimizer(optimizer: Any, net: Network) -> None:
         )
 
 
+def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) -> dict[str, Any]:
+    """Apply an optimizer, and return the new parameters in the order of the old parameters.
+
+    Raise UserError if a custom optimizer changes the name, shape or type of a parameter.
+    """
+    stepped = optimizer(parameters, gradients)
+    if isinstance(optimizer, Optimizer):
+        return stepped
+    name = f"optimizer: {type(optimizer).__name__}"
+    if not isinstance(stepped, Mapping):
+        raise UserError(f"{name} must return new parameters, found {type(stepped).__name__}")
+    unknown = [key for key in stepped if key not in parameters]
+    missing = [key for key in parameters if key not in stepped]
+    if unknown or missing:
+        raise UserError(f"{name} must return all parameters; missing {missing}, unknown {unknown}")
+    for key, old in parameters.items():
+        new = stepped[key]
+        if (type(new), getattr(new, "dtype", None)) != (type(old), old.dtype):
+            new_type = f"{type(new).__name__} {getattr(new, 'dtype', '')}".strip()
+            raise UserError(f"{name}: {key}: expected {old.dtype} as before, found {new_type}")
+        if new.shape != old.shape:
+            raise UserError(f"{name}: {key}: expected shape {old.shape}, found {new.shape}")
+    return {key: stepped[key] for key in parameters}
+
+
 def optimizer_spec(optimizer: Any) -> list[Any]:
     """Return [class name, spec] of an optimizer; the spec is [] if there is no method `spec`.
 

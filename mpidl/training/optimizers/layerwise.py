@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
 
 from mpidl.training.optimizers.adam import CorrectedAdamMoments
 from mpidl.training.optimizers.chain import FusedTail, fuses
 from mpidl.training.optimizers.transforms import (
     BIASES_AND_NORMS,
+    Arrays,
+    Numbers,
     Rate,
     Transform,
     Updates,
@@ -60,9 +59,7 @@ class LarsTrustRatio(Transform):
         self.factors = dict(factors or {})
         self.exclude: str = check("decay_exclude", exclude)
 
-    def apply(
-        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
-    ) -> None:
+    def apply(self, updates: Updates, state_arrays: Arrays, numbers: Numbers) -> None:
         factors = [decay_factor(name, self.factors, self.exclude) for name in updates.names]
         coefficients = [self.coefficient if factor else 0.0 for factor in factors]
         decays = updates.take_decays()
@@ -98,7 +95,7 @@ class _LambRate(FusedTail):
         moments = self.transforms[0].numbers(learning_rate, step)
         return {"learning_rate": learning_rate, **moments}
 
-    def step(self, updates: Updates, state_arrays: list[list], values: Mapping[str, Any]) -> list:
+    def step(self, updates: Updates, state_arrays: Arrays, values: Numbers) -> list:
         moments, decay, ratio, _ = self.transforms
         moments.apply(updates, state_arrays, values)
         decay.apply(updates, [], {})

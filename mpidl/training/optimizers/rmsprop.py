@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
-
 from mpidl.training.optimizers.chain import FusedTail, fuses
-from mpidl.training.optimizers.transforms import Rate, Transform, Updates, check
+from mpidl.training.optimizers.transforms import Arrays, Numbers, Rate, Transform, Updates, check
 
 __all__ = ["RMSPropMoment"]
 
@@ -40,9 +35,7 @@ class RMSPropMoment(Transform):
         """Return the arguments of the formula "rmsprop"."""
         return [rate, self.square_decay, 1 - self.square_decay, self.epsilon]
 
-    def apply(
-        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
-    ) -> None:
+    def apply(self, updates: Updates, state_arrays: Arrays, numbers: Numbers) -> None:
         updates.arrays = updates.stepped_zeros("rmsprop", state_arrays, self._arguments(-1.0))
 
 

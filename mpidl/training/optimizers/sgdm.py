@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
-
-import numpy as np
+from typing import Literal
 
 from mpidl.training.optimizers.chain import FusedTail, fuses
-from mpidl.training.optimizers.transforms import Rate, Transform, Updates, check
+from mpidl.training.optimizers.transforms import Arrays, Numbers, Rate, Transform, Updates, check
 
 __all__ = ["Momentum", "NesterovMomentum"]
 
@@ -32,9 +29,7 @@ class Momentum(Transform):
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"momentum": self.momentum}
 
-    def apply(
-        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
-    ) -> None:
+    def apply(self, updates: Updates, state_arrays: Arrays, numbers: Numbers) -> None:
         updates.arrays = updates.stepped_zeros(
             self.formula, state_arrays, [-1.0, numbers["momentum"]]
         )

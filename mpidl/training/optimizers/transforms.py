@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Clip", "Rate", "Transform", "WeightDecay"]
 
 Tables = dict[str, dict[str, np.ndarray]]  # {table: {parameter: array}}
+Arrays: TypeAlias = list[list[np.ndarray]]  # for each table of a transform, an array per parameter
+Numbers: TypeAlias = Mapping[str, Any]  # the scalars of a training step, {name: number}
 
 BIASES_AND_NORMS = "biases-and-norms"
 
@@ -132,9 +134,7 @@ class Transform:
         """
         return {}
 
-    def apply(
-        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
-    ) -> None:
+    def apply(self, updates: Updates, state_arrays: Arrays, numbers: Numbers) -> None:
         """Change the updates in place.
 
         Parameters
@@ -225,9 +225,7 @@ class WeightDecay(Transform):
         """
         return decay_factor(name, self.factors, self.exclude)
 
-    def apply(
-        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
-    ) -> None:
+    def apply(self, updates: Updates, state_arrays: Arrays, numbers: Numbers) -> None:
         updates.add_decays()
         updates.decays = [self.l2 * self.factor(name) for name in updates.names]
 
@@ -251,9 +249,7 @@ class Clip(Transform):
         self.threshold: float = check("gradient_threshold", threshold)
         self.method: str = check("gradient_threshold_method", method)
 
-    def apply(
-        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
-    ) -> None:
+    def apply(self, updates: Updates, state_arrays: Arrays, numbers: Numbers) -> None:
         if self.threshold < math.inf:
             decays = updates.take_decays()
             updates.arrays = updates.backend.clip(
@@ -269,9 +265,7 @@ class Rate(Transform):
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"learning_rate": learning_rate}
 
-    def apply(
-        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
-    ) -> None:
+    def apply(self, updates: Updates, state_arrays: Arrays, numbers: Numbers) -> None:
         updates.arrays = updates.stepped_zeros(
             "sgdm", [updates.zeros()], [numbers["learning_rate"], 0.0], updates.rate_factors
         )

@@ -88,11 +88,8 @@ def _refuse_two_batch_sizes(values, sources, order):
     """
     size, per_rank = sources["batch_size"], sources["batch_per_rank"]
     by_user = size == "command line" or size.startswith("config ")
-    if (
-        by_user
-        and values["batch_per_rank"] is not None
-        and order.index(size) <= order.index(per_rank)
-    ):
+    is_set = values["batch_per_rank"] is not None
+    if by_user and is_set and order.index(size) <= order.index(per_rank):
         raise UserError(
             f"--batch-size {values['batch_size']} ({size}) and --batch-per-rank "
             f"{values['batch_per_rank']} ({per_rank}): expected at most one of them"

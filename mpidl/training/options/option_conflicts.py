@@ -24,12 +24,8 @@ def check_conflicts(options: TrainingOptions) -> None:
         first, second = (f"{flag(name)} {getattr(options, name)}" for name in pair)
         if all(getattr(options, name) for name in pair):
             raise UserError(f"{first} and {second}: expected at most one of them")
-    if callable(options.learn_rate_schedule) and (
-        options.warmup_iterations
-        or options.warmup_epochs
-        or options.linear_scaling
-        or options.scale_rate
-    ):
+    changes = ("warmup_iterations", "warmup_epochs", "linear_scaling", "scale_rate")
+    if callable(options.learn_rate_schedule) and any(getattr(options, name) for name in changes):
         raise UserError(
             "learn_rate_schedule is a function, which sets the rate of every iteration; it "
             "cannot be combined with warm-up or scaling"

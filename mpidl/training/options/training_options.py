@@ -138,7 +138,7 @@ class TrainingOptions(  # from the last group of options to the first
             value = check_value(rule_of(OPTIONS[name]), default if value is None else value, name)
             object.__setattr__(self, name, default if value is None else value)
         functions = self.output_functions
-        functions = (functions,) if callable(functions) else tuple(functions)
+        functions = tuple(functions) if isinstance(functions, Sequence) else (functions,)
         if not all(map(callable, functions)):
             raise UserError(f"output_functions must be functions, found {functions}")
         object.__setattr__(self, "output_functions", functions)
@@ -326,7 +326,7 @@ SYNONYMS = {
 }
 
 
-def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def recipe_options(name: str | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a recipe that remain valid when other options override the recipe.
 
     If `overrides` change the solver, the recipe's options that depend on the solver are dropped:
@@ -334,7 +334,7 @@ def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     `scale_rate` is dropped if the learning rate is overridden or dropped, or if `linear_scaling` is
     set. A network without a recipe has no options.
     """
-    options = dict(RECIPES.get(name, {}))
+    options = dict(RECIPES.get(name or "", {}))
     old = options.get("solver", "sgdm")
     new = overrides.get("solver", old)
     if new != old:

@@ -48,7 +48,7 @@ def test_scaled_rounds_the_scale_as_the_host(device, dtype):
     x = values(dtype, 300)
     kind = np.dtype(dtype).type
     assert np.array_equal(elementwise.scaled(array.plain(x), -1 / 7).numpy(), x * kind(-1 / 7))
-    late = fold.Late(lambda: 1 / 48, array.plain(np.array([1 / 48])), 0.3)
+    late = fold.Late(array.plain(np.array([1 / 48])), 0.3)
     scaled = elementwise.scaled(array.plain(x), late).numpy()
     assert np.array_equal(scaled, x * kind(float(late)))
 
