@@ -43,7 +43,6 @@ highlight_language = "text"  # for blocks without a language
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings contain the types, with shapes and units
-autodoc_preserve_defaults = True
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 
