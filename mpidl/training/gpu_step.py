@@ -52,8 +52,7 @@ class GPUStep:
         net.to(world.device)
         try:
             optimizer.prepare(net.parameters)
-            owned = [*net.parameters.values(), *net.state.values()]
-            recorder = Recorder(launching.device(), owned)
+            recorder = Recorder(launching.device())
             with launching.through(recorder), phases.named_places():
                 record(recorder, net, optimizer, gradient, *reader.read())
                 self.value = recorder.values

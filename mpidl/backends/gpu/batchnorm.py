@@ -202,7 +202,7 @@ def running(olds, values, decay):
             raise TypeError(
                 f"expected float32 and float64 arrays of equal size, got {old} and {value}"
             )
-    news = list(olds) if launching.may_update(olds) else [array.empty_like(old) for old in olds]
+    news = [array.empty_like(old) for old in olds]
     table = launching.table(
         [[*three, three[0].size] for three in zip(olds, values, news, strict=True)]
     )

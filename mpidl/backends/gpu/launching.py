@@ -234,9 +234,6 @@ class Eager:
         self.device.upload(y.address, value)
         return y
 
-    def may_update(self, arrays):
-        return False
-
     def exchange(self, world, tree, matrix, combine):
         """Fold the tree nodes of all ranks; return the root (the total) as an Array (width,).
 
@@ -327,11 +324,6 @@ def scalar(name, value, dtype=np.float32):
     Each replay of a recorded program can set the scalars by this name.
     """
     return _process.sink.scalar(name, value, np.dtype(dtype))
-
-
-def may_update(arrays):
-    """Return whether the current training step may update all these arrays in place."""
-    return _process.sink.may_update(arrays)
 
 
 def table(rows):

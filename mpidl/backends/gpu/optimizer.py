@@ -68,10 +68,10 @@ def from_numpy(value, like):
 
 
 def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=None):
-    """Return the new weights: the old arrays if a recorded step may update them in place.
+    """Return the new weights, which are stored in one array at the positions from `places`.
 
-    Otherwise, they are stored in one array at the positions from `places`. The kernel reads each
-    old weight before it writes the new one.
+    If the old weights are stored in the same way, the new array may use their memory: the kernel
+    reads each old weight before it writes the new one.
     """
     if not is_formula(formula, len(numbers), len(state)):
         raise TypeError(
@@ -84,7 +84,7 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
         _check(formula, weights, state=arrays)
     sizes = tuple(w.size for w in weights)
     chunk, blocks = _blocks(sizes)
-    stepped = list(weights) if launching.may_update(weights) else _side_by_side(weights)
+    stepped = _side_by_side(weights)
     if not weights:
         return stepped
     numbers = [*map(_on_device, numbers), *[None] * (MOST_NUMBERS - len(numbers))]

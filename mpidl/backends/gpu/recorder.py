@@ -35,16 +35,14 @@ class Planned:
 
 
 class Recorder:
-    """A launch sink that records the operations of one training step.
+    """A launch sink that records the operations of one training step."""
 
-    `owned` are the learnables and the state of the network, which the step may update in place.
-    """
-
-    def __init__(self, device, owned=()):
-        self.device, self.owned = device, {array.address for array in owned}
-        self.steps, self.planned, self.tables, self.values = [], [], [], []
+    def __init__(self, device):
+        self.device = device
+        self.steps, self.planned, self.tables, self.stored, self.values = [], [], [], [], []
         self.controls = Planned(0)  # `finish` allocates `controls`, once the size is known
         self.slots, self.words = {}, 0  # {name: (Array, initial value)}
+        self.touched = {}  # {id(buffer): (first, last operation)} of buffers outside the slab
 
     # interface of a launch sink
 
@@ -79,9 +77,6 @@ class Recorder:
         self.tables.append(table)
         return table
 
-    def may_update(self, arrays):
-        return all(a.buffer.address is not None and a.address in self.owned for a in arrays)
-
     # operations other than kernels
 
     def exchange(self, world, tree, matrix, combine):
@@ -101,8 +96,8 @@ class Recorder:
         self._step(step, [source, target])
 
     def store(self, new, old):
-        """Record a copy of `new` to `old`."""
-        self._step(program.copy(new, old), [new, old])
+        """Let the next training step read the value of `new` where this step reads `old`."""
+        self.stored.append((new, old))
 
     def output(self, value):
         """Add a result of the step to `values`."""
@@ -115,6 +110,9 @@ class Recorder:
             if isinstance(buffer, Planned):
                 buffer.first = index if buffer.first is None else buffer.first
                 buffer.last = index
+            else:
+                first, _ = self.touched.get(id(buffer), (index, index))
+                self.touched[id(buffer)] = first, index
         self.steps.append(step)
 
     # finishing
@@ -124,6 +122,7 @@ class Recorder:
 
         `outputs` are the scalars that the host receives after each step, {name: Array () float64}.
         """
+        self._store()
         ends = list(outputs.values())
         addresses = self.table([[array] for array in ends])
         counter = launching.persistent((2,), np.int32)
@@ -154,14 +153,55 @@ class Recorder:
             graphs=graphs,
         )
 
+    def _store(self):
+        """Store each new array in the memory of its old array, or copy it there after the step.
+
+        All new arrays in one buffer move together or not at all. Otherwise, an array that moves
+        could overwrite a neighbour that stays, such as a frozen weight.
+        """
+        pieces = {}
+        for new, old in self.stored:
+            pieces.setdefault(id(new.buffer), []).append((new, old))
+        for pairs in pieces.values():
+            self._take_place(pairs)
+        for new, old in self.stored:
+            if _place(new) != _place(old):
+                self._step(program.copy(new, old), [new, old])
+
+    def _take_place(self, pairs):
+        """Move the buffer of the new arrays to the address of the old arrays' buffer, if possible.
+
+        `pairs` contains a pair (new, old) for each array. The move is possible if the new buffer
+        holds no other arrays, and each new array has the offset and size of its old array. In
+        addition, no operation may use the old buffer after the first use of the new buffer.
+        """
+        buffer, old_buffer = pairs[0][0].buffer, pairs[0][1].buffer
+        if not isinstance(buffer, Planned) or buffer.address is not None:
+            return
+        _, last_read = self.touched.get(id(old_buffer), (0, -1))
+        nbytes = sum(-(-new.nbytes // launching.ALIGNED) * launching.ALIGNED for new, _ in pairs)
+        if (
+            nbytes == buffer.nbytes <= getattr(old_buffer, "nbytes", 0)
+            and (buffer.first is None or last_read <= buffer.first)
+            and all(old.buffer is old_buffer for _, old in pairs)
+            and all((new.offset, new.nbytes) == (old.offset, old.nbytes) for new, old in pairs)
+        ):
+            buffer.address = old_buffer.address
+
     def _plan(self):
         """Assign every planned buffer an address in one slab; return the slab and its size."""
-        todo = [buffer for buffer in self.planned if buffer.first is not None]
+        todo = [b for b in self.planned if b.address is None and b.first is not None]
         offsets, total = memory_plan.place([(b.nbytes, b.first, b.last) for b in todo])
         slab = self.device.allocate(max(total, 1))
         for buffer, offset in zip(todo, offsets, strict=True):
             buffer.address = slab.address + offset
         return slab, total
+
+
+def _place(array):
+    """Return the address of an array, or (buffer, offset) if the address is not known yet."""
+    has_address = array.buffer.address is not None
+    return array.address if has_address else (array.buffer, array.offset)
 
 
 def _as_device_array(pinned):

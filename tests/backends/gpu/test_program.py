@@ -85,14 +85,16 @@ def test_a_plan_of_different_sizes_is_near_the_lower_bound(device):
 
 
 def test_a_carried_value_is_read_by_the_next_step(device):
-    total = plain(np.array([5.0]))
+    total, addresses = plain(np.array([5.0])), []
 
     def step(recorder):
-        new = copy(total)
+        new = copy(total)  # reads the old value and overwrites it
         recorder.store(new, total)
+        addresses.append(new)
         return new
 
     recorded, _ = record(device, step)
+    assert addresses[0].address == total.address
     launching.upload(total, np.array([6.0]))
     assert run(recorded) == 6
 
