@@ -5,11 +5,12 @@ import pytest
 from single_rank import numbers
 
 import mpidl as dl
-from mpidl import losses
+from mpidl import backends, losses
 from mpidl.data.loading import device_queue
 from mpidl.errors import Fault
 from mpidl.evaluation import evaluate, predict
 from mpidl.training.files.model_file import weights_sha256
+from mpidl.training.optimizers import Momentum, Optimizer, Rate
 
 SIDE, CLASSES = 10, 3
 
@@ -71,19 +72,65 @@ def test_a_step_of_digits_agrees_with_the_cpu(world):
     assert errors[worst] < 1e-5
 
 
-def test_recorded_and_eager_steps_give_the_same_bytes(world):
-    options = {"shuffle": "never", "batchnorm_statistics": "moving"}
-    recorded = trained(world, pictures(80), l2=0.001, momentum=0.5, **options)
-    net = small().to(world.device)
+def trained_eagerly(world, optimizer, net, loss=losses.cross_entropy):
+    """Train a network without recording; the same images as `pictures(80)`, unshuffled."""
+    net.to(world.device)
     queue = dl.MinibatchQueue(pictures(80), 40, world=world, shuffle="never")
-    sgdm = dl.SGDM(learning_rate=0.01, momentum=0.5, l2=0.001)
     for epoch in range(2):
         for images, labels in queue.epoch(epoch):
-            step = dl.value_and_grad(losses.cross_entropy)(net, images, labels)
-            (loss, _), gradients, net.state = step
-            assert float(world.gplus(loss)) > 0
-            net.parameters = sgdm(net.parameters, world.gplus(gradients))
-    assert weights_sha256(net.to(None)) == weights_sha256(recorded)
+            _, gradients, net.state = dl.value_and_grad(loss)(net, images, labels)
+            net.parameters = optimizer(net.parameters, world.gplus(gradients))
+    return net.to(None)
+
+
+UNSHUFFLED = {"shuffle": "never", "batchnorm_statistics": "moving"}
+
+
+def test_recorded_and_eager_steps_give_the_same_bytes(world):
+    recorded = trained(world, pictures(80), l2=0.001, momentum=0.5, **UNSHUFFLED)
+    eager = trained_eagerly(world, dl.SGDM(learning_rate=0.01, momentum=0.5, l2=0.001), small())
+    assert weights_sha256(eager) == weights_sha256(recorded)
+
+
+def test_a_loss_may_read_averages_that_the_step_updates(world):
+    """The running averages are overwritten after the last kernel that reads them."""
+    nets = small(), small()
+
+    def with_own_scores(net):  # trains on the scores and on those of an inference pass
+        def loss(scored, images, labels):
+            scores = dl.ops.add(scored(images), net(images))
+            return dl.softmax_cross_entropy(scores, labels)
+
+        return loss
+
+    optimizer = dl.SGDM(learning_rate=0.01, momentum=0.5)
+    values = {"l2": 0.0, "momentum": 0.5, "learning_rate": 0.01, **UNSHUFFLED}
+    recorded = trained(world, pictures(80), nets[0], loss=with_own_scores(nets[0]), **values)
+
+    eager = trained_eagerly(world, optimizer, nets[1], with_own_scores(nets[1]))
+    assert weights_sha256(eager) == weights_sha256(recorded)
+
+
+class HalfSteps(Optimizer):
+    """An optimizer that reads the old weights after it has computed the new ones."""
+
+    def apply(self, parameters, gradients, numbers):
+        new = [*super().apply(parameters, gradients, numbers).values()]
+        old = [*parameters.values()]
+        backend = backends.of_array(old[0])
+        zeros = [[backend.zeros_like(weight) for weight in old]]
+        # old - (-0.5 * new) with a decay of -1 in the gradient: a mixture of old and new weights
+        mixed = backend.optimizer_step("sgdm", old, new, zeros, [-0.5, 0.0], [-1.0] * len(old))
+        return dict(zip(parameters, mixed, strict=True))
+
+
+def test_an_optimizer_may_read_the_old_weights_after_its_step(world):
+    optimizers = [HalfSteps(0.05, Rate(), Momentum(0.9)) for _ in range(2)]
+    net = small()
+    options = dl.TrainingOptions(epochs=2, batch_size=40, verbose_every=0, **UNSHUFFLED)
+    dl.train(net, pictures(80), options, world=world, optimizer=optimizers[0])
+    eager = trained_eagerly(world, optimizers[1], small())
+    assert weights_sha256(eager) == weights_sha256(net)
 
 
 def test_graphs_do_not_change_a_byte(world):
