@@ -353,6 +353,8 @@ def explain_arguments(
         return function(*args, **keywords)
 
     explained.__signature__ = signature  # type: ignore[attr-defined]
+    kinds = {p.name: p.annotation for p in parameters.values() if p.annotation is not p.empty}
+    explained.__annotations__ = kinds | {"return": signature.return_annotation}
     return explained
 
 

@@ -128,13 +128,14 @@ def load_network(
 ) -> Network:
     """Load the network of a model file, or of a file of another library (`network_files.load`)."""
     from mpidl.data.formats.hdf5 import is_hdf5
-    from mpidl.interchange import network_files
 
     if normalization is None and is_hdf5(path):
         net = model_file.load_model(path, layers)[0]
         if net.normalization is not None and net.normalization.is_known:
             net.normalization.check(net.input_shape)
             return net
+    from mpidl.interchange import network_files
+
     return network_files.load(path, layers, normalization=normalization)
 
 

@@ -93,7 +93,7 @@ def check(options: Any, loss: Any, device: Any) -> None:
         problem = "--class-weights divides by a sum over the whole mini-batch"
     elif any(getattr(part, "ignore_label", None) is not None for part in losses):
         problem = "--ignore-label divides by a sum over the whole mini-batch"
-    elif loss not in LOSSES and label_loss(loss) is None:
+    elif loss not in [*LOSSES] and label_loss(loss) is None:  # a loss may have no hash
         name = getattr(loss, "__name__", loss)
         problem = f"expected the loss {', '.join(LOSSES)}, found {name}"
     if problem:

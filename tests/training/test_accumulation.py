@@ -1,5 +1,7 @@
 """Test gradient accumulation: the same bytes as without parts, and batch-norm statistics."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from short_training import CLASSES, SIDE, pictures, small, trained
@@ -149,9 +151,18 @@ def custom_loss(net, images, labels):
     return dl.softmax_cross_entropy(net(images), labels)
 
 
+@dataclasses.dataclass
+class WithoutHash:
+    factor: float = 1.0
+
+    def __call__(self, net, images, labels):
+        return custom_loss(net, images, labels) * self.factor
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        ({"loss": WithoutHash()}, "expected the loss crossentropy, .*, found WithoutHash"),
         ({"sampling": "partition"}, "--sampling partition divides whole mini-batches"),
         ({"class_weights": "balanced"}, "--class-weights divides by a sum over the whole"),
         ({"ignore_label": 255}, "--ignore-label divides by a sum over the whole"),

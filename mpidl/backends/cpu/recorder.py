@@ -170,7 +170,11 @@ class Recorder:
     def recording(self):
         """Record the kernel calls of the `with` block, and allocate its arrays."""
         with builds.through(self), arenas.through(self._arena), np.errstate(all="ignore"):
-            yield
+            try:
+                yield
+            except BaseException:
+                self._arena.forget()
+                raise
 
     def refuse(self, problem):
         """Store the reason why the step cannot be replayed. The first reason is kept."""
