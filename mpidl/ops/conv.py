@@ -71,6 +71,7 @@ def _arguments(
 @op(blocks=True)
 def conv2d_relu(
     x: Blocked,
+    /,
     weight: Array,
     bias: Array | None,
     addend: Blocked | None = None,
