@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 import os
@@ -22,24 +23,18 @@ FLUSH_SECONDS = 2.0  # shortest time between two writes of an incomplete row
 
 
 class CSVHook(Tracker):
-    """Writes a CSV file with a row per iteration and a column per name, such as "train_loss".
+    """Writes metrics.csv in the folder of the run, with a row per iteration.
 
-    Parameters
-    ----------
-    path : path, optional
-        The file. The default is metrics.csv in the folder of the run.
+    The columns are the names of the numbers, such as "train_loss".
     """
 
     copied = (NAME,)
+    _path: str
     _file: TextIO
     _table: csv.DictWriter
     _row: dict[str, Any]  # the last row, which can still change
     _row_start: int | None  # its position, if it is in the file
     _flush_time: float
-
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        super().__init__()
-        self.path = "" if path is None else os.fspath(path)
 
     @classmethod
     def written(cls, folder: str) -> list[str]:
@@ -48,19 +43,19 @@ class CSVHook(Tracker):
 
     def open(self, trainer: Trainer) -> None:
         """Create the file, or remove the rows that a resumed run will write again."""
-        if not self.path:
-            self.path = os.path.join(folder_of_run(trainer, "--track csv"), NAME)
+        self._path = os.path.join(folder_of_run(trainer, "--track csv"), NAME)
         iteration = trainer.position.iteration
-        with writing(self.path):
-            if not iteration or not os.path.exists(self.path):
-                with open(self.path, "w") as file:
+        with writing(self._path):
+            is_new = not iteration or not os.path.exists(self._path)
+            if is_new or not os.path.getsize(self._path):
+                with open(self._path, "w") as file:
                     file.write(f"{ITERATION}\n")
             self._rewrite((), last=iteration)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add numbers to the row of an iteration."""
         numbers = {name.replace("/", "_"): v for name, v in values.items() if math.isfinite(v)}
-        with writing(self.path):
+        with writing(self._path):
             if new := [name for name in numbers if name not in self._table.fieldnames]:
                 self.flush()
                 self._file.close()
@@ -74,7 +69,7 @@ class CSVHook(Tracker):
 
     def flush(self) -> None:
         """Write all rows. The last row can still change."""
-        with writing(self.path):
+        with writing(self._path):
             if self._row:
                 self._row_start = self._write_row()
             self._file.flush()
@@ -82,7 +77,7 @@ class CSVHook(Tracker):
 
     def close(self, state: str = FINISHED) -> None:
         """Write all rows, and close the file."""
-        with writing(self.path):
+        with writing(self._path):
             self.flush()
             self._file.close()
 
@@ -97,21 +92,29 @@ class CSVHook(Tracker):
 
     def _rewrite(self, new_columns: Iterable[str], last: float = math.inf) -> None:
         """Add columns, remove the rows after iteration `last`, and open the file for more rows."""
-        part = f"{self.path}.part"
+        part = f"{self._path}.part"
         self._file = open(part, "w", newline="", encoding="utf-8")
         self._row, self._row_start = {}, None
-        with open(self.path, newline="", encoding="utf-8") as file:
-            rows = csv.DictReader(file)
-            columns = [*(rows.fieldnames or ()), *new_columns]
-            if ITERATION not in columns:
-                raise UserError(f"{self.path}: expected a column {ITERATION}, found another file")
-            self._table = csv.DictWriter(self._file, columns, lineterminator="\n")
-            self._table.writeheader()
-            for row in rows:
-                if None in row.values() or int(row[ITERATION]) > last:  # or incomplete
-                    break
-                if self._row:
-                    self._write_row()
-                self._row = row
-        self.flush()
-        os.replace(part, self.path)
+        try:
+            with open(self._path, newline="", encoding="utf-8-sig") as file:  # or saved by Excel
+                self._copy(csv.DictReader(file), new_columns, last)
+            self.flush()
+            os.replace(part, self._path)
+        except (ValueError, csv.Error) as error:
+            raise UserError(f"{self._path}: expected a table of --track csv: {error}") from None
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(part)
+
+    def _copy(self, rows: csv.DictReader, new_columns: Iterable[str], last: float) -> None:
+        columns = [*(rows.fieldnames or ()), *new_columns]
+        if ITERATION not in columns:
+            raise ValueError(f"found no column {ITERATION}")
+        self._table = csv.DictWriter(self._file, columns, lineterminator="\n")
+        self._table.writeheader()
+        for row in rows:
+            if None in row.values() or int(row[ITERATION]) > last:  # or incomplete
+                break
+            if self._row:
+                self._write_row()
+            self._row = row

@@ -7,6 +7,7 @@ rank 0 imports the tracker's library and writes.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,12 @@ def requested(
     present : iterable
         The hooks of the run.
     """
-    words = [word.strip().partition("=") for word in (options.track or "").split(",")]
-    texts = {name: text if equals else None for name, equals, text in words if name}
+    texts: dict[str, str | None] = {}
+    for word in filter(None, map(str.strip, (options.track or "").split(","))):
+        name, equals, text = word.partition("=")
+        if name in texts:
+            raise UserError(f"--track {options.track}: found {name} twice")
+        texts[name] = text if equals else None
     if options.tensorboard == "on":
         texts["tensorboard"] = None
     inputs = run or {}
@@ -46,6 +51,9 @@ def requested(
 
     present_types = {type(hook) for hook in present}
     classes = {load(name): text for name, text in texts.items()}
+    for name, tracker in zip(texts, classes, strict=True):
+        if texts[name] is not None and not inspect.signature(tracker).parameters:
+            raise UserError(f"--track {name}={texts[name]}: expected {name} without a value")
     return [
         tracker() if text is None else tracker(text)
         for tracker, text in classes.items()

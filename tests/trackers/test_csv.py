@@ -25,10 +25,11 @@ def train(world, hooks=(), **arguments):
     return net, dl.train(net, pictures(100), options, hooks=hooks, world=world, **arguments)
 
 
-def opened(path, iteration=0):
-    """Return a tracker that writes a file for a run at an iteration."""
-    (tracker,) = tracking.requested(dl.TrainingOptions(track=f"csv={path}"))
-    tracker.open(types.SimpleNamespace(position=types.SimpleNamespace(iteration=iteration)))
+def opened(folder, iteration=0):
+    """Return a tracker that writes to the folder of a run at an iteration."""
+    (tracker,) = tracking.requested(dl.TrainingOptions(track="csv"))
+    position, writer = types.SimpleNamespace(iteration=iteration), types.SimpleNamespace(out=folder)
+    tracker.open(types.SimpleNamespace(position=position, writer=writer))
     return tracker
 
 
@@ -73,13 +74,13 @@ def test_a_resumed_run_has_one_row_per_iteration(world, tmp_path):
 
 def test_a_pending_validation_joins_the_row_of_its_iteration(tmp_path):
     """A killed run leaves later rows, the last one incomplete, which the resumed run replaces."""
-    path = tmp_path / "table.csv"
-    killed = opened(path)
+    path = tmp_path / "metrics.csv"
+    killed = opened(tmp_path)
     for step in (1, 2, 30):
         killed.scalars(step, {"train/loss": step / 10})
     killed.flush()
     path.write_bytes(path.read_bytes()[: -len("0,3.0\n")])
-    resumed = opened(path, iteration=2)
+    resumed = opened(tmp_path, iteration=2)
     resumed.scalars(2, {"validation/loss": 0.25, "validation/accuracy": np.nan})
     resumed.scalars(3, {"train/loss": 0.3})
     resumed.close()
@@ -88,8 +89,8 @@ def test_a_pending_validation_joins_the_row_of_its_iteration(tmp_path):
 
 
 def test_rows_are_written_before_a_checkpoint(tmp_path):
-    path = tmp_path / "table.csv"
-    tracker = opened(path)
+    path = tmp_path / "metrics.csv"
+    tracker = opened(tmp_path)
     for step in (1, 2):
         tracker.scalars(step, {"train/loss": 0.5})
         tracker.flush()
@@ -106,16 +107,53 @@ def test_a_new_run_removes_the_file(tmp_path):
 def test_without_a_folder_or_with_an_unusable_file(world, tmp_path):
     with pytest.raises(UserError, match=r"--track csv: expected a folder for the run, dl.train"):
         train(world)
-    with pytest.raises(UserError, match="no/table.csv: cannot be written: No such file"):
-        opened(tmp_path / "no" / "table.csv")
-    (tmp_path / "other.csv").write_text("name\nx\n")
-    with pytest.raises(UserError, match="other.csv: expected a column iteration, found another"):
-        opened(tmp_path / "other.csv", iteration=1)
-    tracker = opened(tmp_path / "table.csv")
+    with pytest.raises(UserError, match="no/metrics.csv: cannot be written: No such file"):
+        opened(tmp_path / "no")
+    tracker = opened(tmp_path)
 
     def flush():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     tracker._file = types.SimpleNamespace(flush=flush)
-    with pytest.raises(UserError, match="table.csv: cannot be written: No space left on device"):
+    with pytest.raises(UserError, match="metrics.csv: cannot be written: No space left on device"):
         tracker.flush()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"name\nx\n", "found no column iteration"),
+        (b"iteration,loss\n1,2,3\n", "expected a table of --track csv"),
+        (b"iteration,loss\n\xff,2\n", "expected a table of --track csv"),
+        (b"iteration,loss\none,2\n", "expected a table of --track csv"),
+    ],
+)
+def test_a_damaged_file_is_one_line_and_is_kept(tmp_path, content, problem):
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"metrics.csv: .*{problem}"):
+        opened(tmp_path, iteration=1)
+    assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == content
+
+
+@pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbfiteration,train_loss\r\n1,0.5\r\n"])
+def test_an_empty_file_and_a_file_that_excel_has_saved_are_continued(tmp_path, content):
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(content)
+    tracker = opened(tmp_path, iteration=1)
+    tracker.scalars(2, {"train/loss": 0.25})
+    tracker.close()
+    assert path.read_text() == "iteration,train_loss\n" + "1,0.5\n" * bool(content) + "2,0.25\n"
+
+
+@pytest.mark.parametrize(
+    ("track", "problem"),
+    [
+        ("csv=a.csv", "--track csv=a.csv: expected csv without a value"),
+        ("csv,csv", "--track csv,csv: found csv twice"),
+        ("=a", "--track : unknown tracker"),
+    ],
+)
+def test_wrong_words_of_the_option_are_one_line(track, problem):
+    with pytest.raises(UserError, match=problem):
+        tracking.requested(dl.TrainingOptions(track=track))

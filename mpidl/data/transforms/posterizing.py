@@ -50,6 +50,6 @@ class Posterizing(Augmentation):
         if not self.posterize:
             return images
         is_posterized = draws.uniforms(keys, PURPOSE, 1)[0] < self.posterize
-        highest_bits = 256 - (1 << 8 - self.posterize_bits)
+        highest_bits = 256 - (1 << 8 - int(self.posterize_bits))
         masks = np.where(is_posterized, highest_bits, 255).astype(np.uint8)
         return images & masks[:, None, None, None]
