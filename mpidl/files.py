@@ -279,7 +279,8 @@ def write_whole(
     aside : str, optional
         Path to which the previous file is renamed; by default, the previous file is replaced.
     confirm : callable, optional
-        Function that is called before the renames. If it raises an exception, nothing is renamed.
+        Function that is called before the write and before the renames. If it raises an exception,
+        nothing more is written or renamed.
 
     Raises
     ------
@@ -291,6 +292,7 @@ def write_whole(
     folder, name = os.path.split(os.path.abspath(path))
     part = os.path.join(folder, f".{name}.part")
     try:
+        confirm()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(part)  # a suspended process may still have this file open for writing
         with open(part, "wb") as file:
