@@ -352,7 +352,7 @@ def explain_arguments(
             raise TypeError(f"{owner}({values}): expected {expected}, and {rest}")
         return function(*args, **keywords)
 
-    explained.__signature__ = signature  # type: ignore[attr-defined]
+    vars(explained)["__signature__"] = signature
     kinds = {p.name: p.annotation for p in parameters.values() if p.annotation is not p.empty}
     explained.__annotations__ = kinds | {"return": signature.return_annotation}
     return explained

@@ -63,6 +63,8 @@ class Recorder:
                 words.append(place)
                 if not kind.const:
                     outputs.append((place, value))
+            elif isinstance(value, bytes):
+                words.append(f'"{value.decode()}"')  # the name of a function or an optimizer
             else:
                 words.append(str(int(value)) if kind is ctypes.c_int64 else float(value).hex())
         result = function(*args)
@@ -89,8 +91,8 @@ class recording:
 
     def __enter__(self):
         self.before = builds.kernels()
-        builds._process.library = Recorder(self.before)
-        return builds._process.library
+        builds.process.kernels = Recorder(self.before)
+        return builds.process.kernels
 
     def __exit__(self, *_):
-        builds._process.library = self.before
+        builds.process.kernels = self.before

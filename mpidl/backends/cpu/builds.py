@@ -35,11 +35,11 @@ ANY_THREAD = {
 }
 
 
-class _Process:
+class Process:
     """What this process runs: a build, its Library, and at most one kernel at a time."""
 
     def __init__(self):
-        self.build = self.library = None  # None before `use`; the library of "numpy" is None, too
+        self.build = self.kernels = None  # None before `use`; the Library of "numpy" is None, too
         self.hook = self.raised = None  # the C callback of `watch`, and the error that it raised
         self.set_lock()
 
@@ -48,8 +48,8 @@ class _Process:
         self.lock, self.thread = threading.Lock(), None  # held during a call, and by whom
 
 
-_process = _Process()
-os.register_at_fork(after_in_child=_process.set_lock)
+process = Process()
+os.register_at_fork(after_in_child=process.set_lock)
 
 BYTES = ctypes.c_char * 0
 TYPES = {
@@ -132,14 +132,14 @@ def _one_at_a_time(name, function, missing_bytes):
         me = threading.get_ident()
         if is_recorded and (sink := recorder()) is not None:
             return sink.launch(name, arguments)
-        if _process.thread == me:
+        if process.thread == me:
             raise RuntimeError("a kernel was called from the progress hook of another kernel")
-        with _process.lock:
-            _process.thread = me
+        with process.lock:
+            process.thread = me
             try:
                 result = function(*arguments)
             finally:
-                _process.thread = None
+                process.thread = None
             if missing_bytes.value:
                 nbytes, missing_bytes.value = missing_bytes.value, 0
                 raise MemoryError(f"cannot allocate {nbytes >> 20} MiB of scratch for a kernel")
@@ -240,18 +240,18 @@ def watch(progress):
     """
     if running() == "numpy":
         return
-    raised, _process.raised = _process.raised, None
+    raised, process.raised = process.raised, None
 
     def call():
         try:
-            if _process.raised is None:
+            if process.raised is None:
                 progress()
         except BaseException as error:  # exceptions cannot pass through C
-            _process.raised = error
+            process.raised = error
 
     hook = None if progress is None else ctypes.CFUNCTYPE(None)(call)
     kernels().set_hook(hook)
-    _process.hook = hook  # keep it alive, and release the old one
+    process.hook = hook  # keep it alive, and release the old one
     if raised is not None:
         raise raised
 
@@ -376,9 +376,9 @@ def choose():
 
 def running():
     """Return the name of the build that this process runs. The first call selects it."""
-    if _process.build is None:
+    if process.build is None:
         use(choose()[0])
-    return _process.build
+    return process.build
 
 
 def use(build):
@@ -387,7 +387,7 @@ def use(build):
     Raise UserError if the library is missing or cannot be loaded.
     """
     library = None if build == "numpy" else load(build)
-    _process.build, _process.library = build, library
+    process.build, process.kernels = build, library
     if library is not None and settings.threads > 1:
         library.set_threads(settings.threads)
     return library
@@ -398,9 +398,9 @@ def kernels():
 
     The first call selects the build, and raises UserError if MPIDL_CPU is unusable.
     """
-    if _process.build is None:
+    if process.build is None:
         running()
-    return _process.library
+    return process.kernels
 
 
 def common(offers):
@@ -418,8 +418,8 @@ def settle(world):
     error, names = None, []
     try:
         names = choose()
-        if _process.build in names:
-            names = names[names.index(_process.build) :]
+        if process.build in names:
+            names = names[names.index(process.build) :]
     except UserError as unusable:
         error = str(unusable)
     offers = world.broadcast(world.gather((error, names)))

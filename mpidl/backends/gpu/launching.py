@@ -23,7 +23,7 @@ WORD = 4  # bytes; memory is copied and set to zero word by word
 KINDS = {"f4": "float", "f8": "double"}
 
 
-class _Process:
+class Process:
     """The device of this process, the current launch sink, and what is loaded on the device."""
 
     def __init__(self):
@@ -36,7 +36,7 @@ class _Process:
         self.loaded = {}  # {Unit: {kernel: handle}}
 
 
-_process = _Process()
+process = Process()
 
 
 class Block:
@@ -254,36 +254,36 @@ class Eager:
 
 def open(device):
     """Make this process use a device, and return the device. With None, use no device."""
-    _process.open(device)
+    process.open(device)
     return device
 
 
 def device():
     """Return the device of this process. Raise RuntimeError if no device was opened."""
-    if _process.device is None:
+    if process.device is None:
         raise RuntimeError("no GPU is in use: call world.use_device('gpu') first")
-    return _process.device
+    return process.device
 
 
 def sink():
     """Return the current launch sink."""
-    return _process.sink
+    return process.sink
 
 
 @contextlib.contextmanager
 def through(other):
     """Use another launch sink within the `with` block."""
-    before, _process.sink = _process.sink, other
+    before, process.sink = process.sink, other
     try:
         yield other
     finally:
-        _process.sink = before
+        process.sink = before
 
 
 def empty(shape, dtype=np.float32):
     """Return an uninitialized Array in C order."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    return Array(_process.sink.empty(nbytes), dtype, shape)
+    return Array(process.sink.empty(nbytes), dtype, shape)
 
 
 def empty_like(array, dtype=None):
@@ -315,7 +315,7 @@ def launch(name, grid, block, *arguments, shared=0, defines=None):
     """
     kernel_launch = kernels.make(name, grid, block, arguments, shared, defines)
     if 0 not in kernel_launch.grid:  # the grid is empty if this rank has no images
-        _process.sink.launch(kernel_launch)
+        process.sink.launch(kernel_launch)
 
 
 def scalar(name, value, dtype=np.float32):
@@ -323,19 +323,19 @@ def scalar(name, value, dtype=np.float32):
 
     Each replay of a recorded program can set the scalars by this name.
     """
-    return _process.sink.scalar(name, value, np.dtype(dtype))
+    return process.sink.scalar(name, value, np.dtype(dtype))
 
 
 def table(rows):
     """Return a Table. `rows` contains Arrays and integers."""
-    return _process.sink.table(rows)
+    return process.sink.table(rows)
 
 
 def constant(value):
     """Return an Array with the contents of a NumPy array. Equal contents are uploaded only once."""
     value = np.ascontiguousarray(value)
     key = (value.tobytes(), value.dtype.str, value.shape)
-    constants = _process.constants
+    constants = process.constants
     if key not in constants:
         if len(constants) > 4096:
             constants.clear()
@@ -400,7 +400,7 @@ def download(array):
 
 def load(launch):
     """Return the device's handle of a Launch's kernel. The first use compiles and loads it."""
-    loaded = _process.loaded
+    loaded = process.loaded
     if launch.unit not in loaded:
         loaded[launch.unit] = device().load(launch.unit)
     return loaded[launch.unit][launch.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from mpidl.data.parts import PartedBatch
 from mpidl.data.transforms.draws import SampleKeys
 
 
-class ShareBuilder:
+class ShareBuilder(abc.ABC):
     """Base class of the builders of a share. `indices` are the sample numbers of its images.
 
     A subclass defines `store`, which receives the images and labels of some blocks, and `item`,
@@ -46,15 +47,15 @@ class ShareBuilder:
         if data is not None:
             self.store(first, keys, *data)
 
+    @abc.abstractmethod
     def store(
         self, first: int, keys: SampleKeys, pixels: np.ndarray, labels: np.ndarray | None
     ) -> None:
         """Store the images and labels that `Pipeline.read` returned, from block `first` on."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def item(self) -> Any:
         """Return the prepared share."""
-        raise NotImplementedError
 
     def _result(self):
         return Unreadable(self.unreadable_images) if self.unreadable_images else self.item()

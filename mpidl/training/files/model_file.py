@@ -18,7 +18,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import numpy as np
 
@@ -211,11 +211,12 @@ def describe(description: Mapping[str, Any]) -> dict[str, Any]:
 
 def described(attributes: Mapping[str, Any]) -> Description:
     """Decode the root attributes of a file; this is the inverse of `describe`."""
-    return {  # type: ignore[return-value]
+    values = {
         name: decode(attributes[name])
         for name, (_, decode) in CODING.items()
         if name in REQUIRED or name in attributes
     }
+    return cast(Description, values)
 
 
 def network_of(

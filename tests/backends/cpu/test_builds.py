@@ -129,7 +129,7 @@ class FakeWorld:
 def unsettled(monkeypatch):
     """Reset the build that this process has chosen, until the end of the test."""
     monkeypatch.delenv("MPIDL_CPU", raising=False)
-    monkeypatch.setattr(builds, "_process", builds._Process())
+    monkeypatch.setattr(builds, "process", builds.Process())
 
 
 def test_ranks_settle_on_the_lowest(unsettled):

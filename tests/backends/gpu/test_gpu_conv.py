@@ -126,7 +126,7 @@ def test_kernels_compiled_for_one_shape_give_the_same_bytes(emulated, label):
         generic = layer.products()
         device.specialize = True
         assert layer.products() == generic
-        assert any("CONV_SHAPE" in dict(unit.defines) for unit in launching._process.loaded)
+        assert any("CONV_SHAPE" in dict(unit.defines) for unit in launching.process.loaded)
 
 
 def test_unaligned_weights_give_the_same_bytes(device):
