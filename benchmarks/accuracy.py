@@ -377,12 +377,15 @@ def _summarize(by_seed):
 
 def _summarize_all(by_seed):
     """Print the ratio of the errors of all gradients; return its entries for the JSON file."""
-    ours, theirs = ([seed[side][ALL][0] for seed in by_seed] for side in ("ours", "torch"))
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    our_errors, torch_errors = (
+        [seed[side][ALL][0] for seed in by_seed] for side in ("ours", "torch")
+    )
+    ratios = [a / b for a, b in zip(our_errors, torch_errors, strict=True)]
     print(f"{ALL}: ratio {report.spread(ratios)} of {len(ratios)} seed(s)")
-    if report.median(theirs) > CHAOTIC:
+    torch_error = report.median(torch_errors)
+    if torch_error > CHAOTIC:
         print(
-            f"warning: PyTorch's error is {report.median(theirs):.2f}: in bfloat16, the gradients "
-            "of this network are hardly related to the exact ones, so the ratio is near 1"
+            f"warning: PyTorch's error is {torch_error:.2f}: in bfloat16, the gradients of this "
+            "network are hardly related to the exact ones, so the ratio is near 1"
         )
     return {"all_ratio": report.median(ratios), "all_ratios": report.summary(ratios)}

@@ -40,7 +40,7 @@ HELD_TO = {
 # sum of both errors, the computations differ.
 LOSS_ERRORS = {"fp32": 5e-5, "bf16": 2e-2}
 STEPS_COMPARED = 3
-OWN = "mpidl-fp32"  # value of --with: mpidl in float32, beside mpidl in another precision
+FLOAT32_SIDE = "mpidl-fp32"  # value of --with: mpidl in float32, beside mpidl in another precision
 
 
 def main(options: argparse.Namespace) -> dict:
@@ -52,8 +52,8 @@ def main(options: argparse.Namespace) -> dict:
         options.libraries = [*options.libraries, "onnxruntime"]
     if options.predict and (ranks > 1 or options.memory):
         raise UserError("--predict: expected one rank, without --ranks and --memory")
-    if OWN in options.libraries and options.precision == "fp32":
-        raise UserError(f"--with {OWN}: expected --precision bf16, found fp32")
+    if FLOAT32_SIDE in options.libraries and options.precision == "fp32":
+        raise UserError(f"--with {FLOAT32_SIDE}: expected --precision bf16, found fp32")
     if ranks > 1 and options.batch_size % (16 * ranks):
         raise UserError(
             f"--batch-size must be a multiple of {16 * ranks} for {ranks} ranks, so that all "
@@ -119,7 +119,7 @@ def other_sides(options: argparse.Namespace) -> dict[str, OtherSide]:
     keywords = {"ranks": options.ranks, "variables": HELD_TO[options.held_to][0]}
     for name in options.libraries:
         start = functools.partial(others.side, name, options)
-        if name == OWN:
+        if name == FLOAT32_SIDE:
             start = functools.partial(ours.side, name, options, precision="fp32", **keywords)
         sides[name] = OtherSide("", start)
     return sides
@@ -227,14 +227,14 @@ def evaluate(
     ratios = {name: [b / a for a, b in pairs] for name, pairs in times.items()}
     medians = {name: report.median(seconds) for name, seconds in other_times.items()}
     torch = {k: v for k, v in medians.items() if k not in options.libraries}
-    libraries = {k: v for k, v in medians.items() if k != OWN}
+    libraries = {k: v for k, v in medians.items() if k != FLOAT32_SIDE}
     best = min((libraries if options.predict else torch) or libraries or medians, key=medians.get)
     unit = "pass" if options.predict else "step"
     rows = [["", f"ms per {unit}, {options.rounds} rounds", "theirs / ours"]]
     rows.append(["ours", report.spread(our_times, 1e3), ""])
     for name, seconds in other_times.items():
         rows.append([name, report.spread(seconds, 1e3), report.spread(ratios[name])])
-        if precision_of(name, options) != options.precision and name != OWN:
+        if precision_of(name, options) != options.precision and name != FLOAT32_SIDE:
             rows[-1][0] += " (fp32)"
     print()
     report.print_table(rows, left=3)
@@ -312,9 +312,9 @@ def compare_memory(
     if not other_mib:
         raise Fault("nothing to compare with: no variant could be started")
     record["ours_mib"] = our_mib
-    if OWN in other_mib:
-        record["own_fp32_mib"] = own = other_mib.pop(OWN)
-        print(f"ours in {options.precision} / ours in fp32 {our_mib / own:.2f}")
+    if FLOAT32_SIDE in other_mib:
+        record["fp32_mib"] = fp32_mib = other_mib.pop(FLOAT32_SIDE)
+        print(f"ours in {options.precision} / ours in fp32 {our_mib / fp32_mib:.2f}")
     if not other_mib:
         return record
     smallest = min(other_mib, key=other_mib.get)

@@ -118,9 +118,9 @@ def side(
     variables : dict or None
         Environment variables to add.
     """
-    chosen = {"threads": threads, "precision": precision}
-    chosen = {key: value for key, value in chosen.items() if value is not None}
-    options = argparse.Namespace(**vars(options) | chosen)
+    replaced = {"threads": threads, "precision": precision}
+    replaced = {key: value for key, value in replaced.items() if value is not None}
+    options = argparse.Namespace(**vars(options) | replaced)
     names = ("winograd", "batchnorm", "timeout")
     entries = {name: getattr(options, name) for name in names}
     entries |= {"plain": plain, "predict": getattr(options, "predict", False)}

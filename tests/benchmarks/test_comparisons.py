@@ -120,8 +120,8 @@ def test_the_precision_of_a_ratio(capsys):
     figures = compare.evaluate(options, times, losses | {"onnxruntime": [2.0]}, versions)
     assert (figures["best_variant"], figures["ratio"]) == ("onnxruntime", 1.2)
     assert "onnxruntime in fp32 against ours in bf16" in capsys.readouterr().out
-    options.predict, alone = False, {"mpidl-fp32": times["mpidl-fp32"]}
-    assert compare.evaluate(options, alone, losses)["best_variant"] == "mpidl-fp32"
+    options.predict, only_ours = False, {"mpidl-fp32": times["mpidl-fp32"]}
+    assert compare.evaluate(options, only_ours, losses)["best_variant"] == "mpidl-fp32"
 
 
 def test_our_float32_is_a_side_only_beside_another_precision(monkeypatch):
@@ -164,7 +164,7 @@ def test_memory_in_both_precisions(monkeypatch, capsys):
     }
     record = compare.compare_memory(options, sides, "folder")
     assert (record["memory_ratio"], record["least_variant"]) == (1.5, "eager")
-    assert (record["ours_mib"], record["own_fp32_mib"], record["precision"]) == (60, 80, "bf16")
+    assert (record["ours_mib"], record["fp32_mib"], record["precision"]) == (60, 80, "bf16")
     assert "ours in bf16 / ours in fp32 0.75" in capsys.readouterr().out
 
 

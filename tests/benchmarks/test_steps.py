@@ -222,11 +222,11 @@ def test_errors_of_gradients_of_both_sides_in_bfloat16():
     net = dl.Network(BRANCHES, (2, 13, 10), seed=1)
     batch = subject.mini_batch(net.input_shape, 20, seed=1)
     record = accuracy._measure_gradients(net, *batch, torch=True)
-    alone = accuracy._measure_gradients(net, *batch, torch=False)
-    assert list(record["ours"]) == list(record["torch"]) == list(alone["ours"])
+    by_reference = accuracy._measure_gradients(net, *batch, torch=False)
+    assert list(record["ours"]) == list(record["torch"]) == list(by_reference["ours"])
     assert set(record["ours"]) == {accuracy.ALL, *net.parameters} - set(record["zero"])
     for name, (norm, largest) in record["ours"].items():
-        assert alone["ours"][name] == pytest.approx((norm, largest), rel=1e-4), name
+        assert by_reference["ours"][name] == pytest.approx((norm, largest), rel=1e-4), name
     assert 1e-3 < record["torch"][accuracy.ALL][0] < 0.5
     assert record["ours"][accuracy.ALL][0] < 0.5
 
