@@ -87,7 +87,7 @@ def is_device_array(value: Any) -> bool:
     return isinstance(value, DeviceArray)
 
 
-def as_type(array: Any, dtype: np.dtype) -> Any:
+def as_type(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return an array in a dtype. The backends convert from and to `BF16`."""
     if array.dtype == dtype:
         return array

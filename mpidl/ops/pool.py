@@ -171,9 +171,7 @@ def average_pool2d(
     y = backend.average_pool2d(x.source, places, count_padding)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dx, sums = backend.average_pool2d_dx(
-            dy.raw, x.source, places, count_padding, x.batch.tree
-        )
+        dx, sums = backend.average_pool2d_dx(dy.raw, x.source, places, count_padding, x.batch.tree)
         return (_cotangent(x, dx, sums), None)[: len(needs)]
 
     return x.like(y), vjp

@@ -70,8 +70,8 @@ TYPES = {
 @functools.cache
 def _pointer(name, const):
     """Return a ctypes type that accepts C-contiguous arrays of a C type, or None for NULL."""
-    known = {"float": "f4", "double": "f8", "uint16_t": BF16}
-    dtype = np.dtype(known.get(name, name.removesuffix("_t")))
+    known = {"float": np.dtype("f4"), "double": np.dtype("f8"), "uint16_t": BF16}
+    dtype = known.get(name) or np.dtype(name.removesuffix("_t"))
 
     def from_param(array):
         if array is None:
@@ -223,7 +223,6 @@ class Library:
             function = self._by_storage(name, function)
         setattr(self, name, function)
         return function
-
 
     def _by_storage(self, name, function):
         """Return a function that calls the kernel for float32 or the one for bfloat16 arrays."""
