@@ -79,6 +79,9 @@ class Network:
     input_function
         Name of the `function` of the `MinibatchQueue` whose mini-batches trained the network, or
         None. Training sets it. Evaluation warns if it does not apply this function.
+    trained_precision
+        The precision of the training if it is not "fp32", else None. `dl.train` sets it, and model
+        files store it. It does not change how the network computes; see `dl.configure`.
     fuse
         Whether neighbouring convolution, batch normalization and ReLU layers run as one op. This
         setting does not change the results.
@@ -129,6 +132,7 @@ class Network:
         self.classes: tuple[str, ...] | None = None
         self.loss: dict[str, str | int] | None = None
         self.input_function: str | None = None
+        self.trained_precision: str | None = None
         self._trains: Network | None = None  # the network of which this is a copy to train it
         self.plan_runs()
 

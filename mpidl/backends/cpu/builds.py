@@ -338,6 +338,11 @@ def runs_here(build):
     return NEEDS[build] <= cpu_features()
 
 
+def has_native_bf16(build):
+    """Return whether a build uses the CPU's products of bf16 numbers instead of widening them."""
+    return "avx512_bf16" in NEEDS[build]
+
+
 def offered():
     """Return the builds that exist and run on this CPU, best first. The last build is "numpy".
 
