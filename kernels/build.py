@@ -213,9 +213,9 @@ def _replaced(path):
         raise
 
 
-def _object(compiler, version, flags, name, more):
+def _object(compiler, version, flags, name, defines):
     """Compile a source unless its object exists; return the object's path and the warnings."""
-    flags = [*flags, *more]
+    flags = [*flags, *defines]
     key = repr([compiler, version, flags, sorted(_with_includes(name).items()), _defines(name)])
     stem = f"{name.removesuffix('.c')}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     out = os.path.join(OBJECTS, f"{stem}.o")
@@ -295,8 +295,8 @@ def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
         flags = {build: [*FLAGS, *BUILDS[build], *extra] for build in names}
         jobs = {
             build: [
-                pool.submit(_object, compiler, version, flags[build], name, more)
-                for name, more in compilations()
+                pool.submit(_object, compiler, version, flags[build], name, defines)
+                for name, defines in compilations()
             ]
             for build in names
         }

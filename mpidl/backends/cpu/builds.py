@@ -70,8 +70,8 @@ TYPES = {
 @functools.cache
 def _pointer(name, const):
     """Return a ctypes type that accepts C-contiguous arrays of a C type, or None for NULL."""
-    known = {"float": np.dtype("f4"), "double": np.dtype("f8"), "uint16_t": BF16}
-    dtype = known.get(name) or np.dtype(name.removesuffix("_t"))
+    dtypes = {"float": np.dtype("f4"), "double": np.dtype("f8"), "uint16_t": BF16}
+    dtype = dtypes.get(name) or np.dtype(name.removesuffix("_t"))
 
     def from_param(array):
         if array is None:
@@ -228,7 +228,7 @@ class Library:
         """Return a function that calls the kernel for float32 or the one for bfloat16 arrays."""
         for_bf16, types = getattr(self, f"{name}_bf16"), self._declared[f"{name}_bf16"][1]
         pairs = enumerate(zip(self._declared[name][1], types, strict=True))
-        values = [i for i, (own, other) in pairs if own is not other]
+        values = [i for i, (float_type, bf16_type) in pairs if float_type is not bf16_type]
 
         def call(*arguments):
             value = next(arguments[i] for i in values if arguments[i] is not None)
