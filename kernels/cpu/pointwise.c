@@ -195,7 +195,7 @@ static void add_panel(const struct pass *pass, int64_t number, const float *dy, 
         for (int64_t pixel = 0; pixel < count; pixel++)
             transpose_16(dy + (first + o) * pass->channel + pixel * LANES, pass->channel,
                          D + place_of(p, o, pixel * LANES), p->panel);
-    add_products(p, x, D, count * LANES, 0, p->panel, S + first * p->inputs, add);
+    add_products(p, p->inputs, x, D, count * LANES, 0, p->panel, S + first * p->inputs, add);
 }
 
 /* Write the gradient with respect to the weights of 16 outputs, (16, C), from S. */

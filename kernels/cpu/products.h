@@ -57,17 +57,19 @@ INLINE void add_product_tile(const struct products *p, const float *V, const flo
         }
 }
 
-/* Compute S for the outputs [first, stop), which form whole panels, or add to S. */
-static inline void add_products(const struct products *p, const float *V, const float *D,
-                                int64_t terms, int64_t first, int64_t stop, float *S, int add) {
+/* Compute S for the first `inputs` inputs and the outputs [first, stop), which form whole panels,
+ * or add to S. */
+static inline void add_products(const struct products *p, int64_t inputs, const float *V,
+                                const float *D, int64_t terms, int64_t first, int64_t stop,
+                                float *S, int add) {
     for (int64_t o = first; o < stop; o += p->panel)
-        for (int64_t i = 0; i < p->inputs; i += 4) {
+        for (int64_t i = 0; i < inputs; i += 4) {
             const float *v = V + i * p->channel, *d = D + o * p->most;
             float *s = S + (o / LANES * p->inputs + i) * LANES;
 #define MULTIPLY(at, inputs, vectors)                                                              \
     add_product_tile(p, v, d + (at), terms, s + (at), add, inputs, vectors)
 #if WIDTH == 16
-            if (i + 4 < p->inputs) { /* wide panels would not stay in the first-level cache */
+            if (i + 4 < inputs) { /* wide panels would not stay in the first-level cache */
                 if (p->panel == 48) MULTIPLY(0, 8, 3);
                 else if (p->panel == 32) MULTIPLY(0, 8, 2);
                 else MULTIPLY(0, 8, 1);
