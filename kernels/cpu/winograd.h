@@ -42,7 +42,7 @@ struct winograd {
 
 /* Expand SIZE(m_h, m_w, r) for each size of tiles and filters, with n = 3 to 8. */
 #define EACH_SIZE(SIZE)                                                                            \
-    SIZE(2, 2, 2) SIZE(2, 4, 2) SIZE(4, 4, 2) SIZE(2, 2, 3) SIZE(2, 4, 3) SIZE(4, 4, 3) SIZE(2, 2, 4) SIZE(4, 4, 4)            \
+    SIZE(2, 2, 2) SIZE(4, 4, 2) SIZE(2, 2, 3) SIZE(2, 4, 3) SIZE(4, 4, 3) SIZE(2, 2, 4) SIZE(4, 4, 4)            \
     SIZE(2, 2, 5) SIZE(4, 4, 5)
 enum { MOST_OUTPUTS = 4 }; /* the largest m_h and m_w */
 

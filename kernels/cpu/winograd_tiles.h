@@ -27,7 +27,7 @@ enum { MOST_POINTS = 8, MOST_PAIRS = 3, MOST_TAPS = 5 }; /* maximum sizes along 
      : (n) == 6 ? POINT_OF_6(pair)                                                                 \
      : (n) == 7 ? POINT_OF_7(pair)                                                                 \
                 : POINT_OF_8(pair))
-#define POINT_OF_5(pair) ((pair) == 0 ? 0.5f : 1.5f)
+#define POINT_OF_5(pair) ((pair) == 0 ? 0.4375f : 1.375f)
 #define POINT_OF_6(pair) ((pair) == 0 ? 0.625f : 1.5f)
 #define POINT_OF_7(pair) ((pair) == 0 ? 0.375f : (pair) == 1 ? 0.875f : 1.75f)
 #define POINT_OF_8(pair) ((pair) == 0 ? 0.5f : (pair) == 1 ? 1.0f : 2.0f)
