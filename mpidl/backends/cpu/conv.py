@@ -133,8 +133,8 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     Gradients with fewer than SAVING channels, and outputs smaller than a tile, use direct sums. So
     do strided convolutions of sums with fewer than MANY_TERMS terms, or with more than 1 / WORTH of
     the products of direct sums. In these cases, the transforms would cost more than they save. With
-    "auto", forward passes with fewer
-    than FEW outputs, or MANY_5X5 outputs with 5x5 filters, use direct sums, too.
+    "auto", forward passes with fewer than FEW outputs, or MANY_5X5 outputs with 5x5 filters, use
+    direct sums, too.
 
     References
     ----------
