@@ -14,8 +14,8 @@ struct addend {
 
 struct job {
     struct addend a, b;
-    const float *dy, *more_dy, *y;
-    float *out;
+    const value *dy, *more_dy, *y;
+    value *out;
     int relu; /* whether ReLU follows the sum */
     double *sums[2];
     int64_t channels, pixels, all; /* `all`: channels of all blocks together */
@@ -33,7 +33,7 @@ static void each_group(tile_work *work, struct job *job, int64_t blocks) {
          number++)
 
 /* Return a value of an addend. `floor` is the largest value that the addend's ReLU replaces. */
-INLINE vec value(vec x, int is_normalized, struct norm n, vec floor) {
+INLINE vec read_addend(vec x, int is_normalized, struct norm n, vec floor) {
     return is_normalized ? larger(floor, normalize(x, n)) : x;
 }
 
@@ -43,13 +43,13 @@ INLINE void add_channel(const struct job *job, int64_t number, const int a_norma
                         const int b_normalized) {
     const int64_t channel = number % job->channels, first = number * job->pixels * LANES;
     const int64_t stop = first + job->pixels * LANES;
-    const float *x = job->a.source.x, *y = job->b.source.x;
+    const value *x = job->a.source.x, *y = job->b.source.x;
     const struct norm a = norm_of(&job->a.source, channel), b = norm_of(&job->b.source, channel);
     const vec a_floor = floor_of_relu(job->a.relu), b_floor = floor_of_relu(job->b.relu);
     const vec floor = floor_of_relu(job->relu);
     for (int64_t i = first; i < stop; i += WIDTH)
-        store(job->out + i, larger(floor, value(load(x + i), a_normalized, a, a_floor) +
-                                              value(load(y + i), b_normalized, b, b_floor)));
+        store(job->out + i, larger(floor, read_addend(load(x + i), a_normalized, a, a_floor) +
+                                              read_addend(load(y + i), b_normalized, b, b_floor)));
 }
 
 static void add_tile(void *argument, int64_t tile, float *own) {
@@ -64,9 +64,9 @@ static void add_tile(void *argument, int64_t tile, float *own) {
     }
 }
 
-void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const float *a_beta,
-               int64_t a_relu, const float *b, const float *b_mean, const float *b_scale,
-               const float *b_beta, int64_t b_relu, float *y, int64_t relu, int64_t blocks,
+void mpidl_add(const value *a, const float *a_mean, const float *a_scale, const float *a_beta,
+               int64_t a_relu, const value *b, const float *b_mean, const float *b_scale,
+               const float *b_beta, int64_t b_relu, value *y, int64_t relu, int64_t blocks,
                int64_t channels, int64_t pixels) {
     struct job job = {.a = {{a, a_mean, a_scale, a_beta}, (int)a_relu},
                       .b = {{b, b_mean, b_scale, b_beta}, (int)b_relu},
@@ -103,8 +103,8 @@ static void add_relu_dx_tile(void *argument, int64_t tile, float *own) {
     EACH_CHANNEL(job, tile, number) add_relu_dx_channel(job, number);
 }
 
-void mpidl_add_relu_dx(const float *dy, const float *more_dy, const float *y, float *dz,
-                       const float *a, const float *a_mean, double *a_sums, const float *b,
+void mpidl_add_relu_dx(const value *dy, const value *more_dy, const value *y, value *dz,
+                       const value *a, const float *a_mean, double *a_sums, const value *b,
                        const float *b_mean, double *b_sums, int64_t blocks, int64_t channels,
                        int64_t pixels, const int64_t *tree) {
     struct job job = {.a = {.source = {.x = a, .mean = a_mean}},

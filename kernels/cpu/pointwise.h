@@ -16,7 +16,7 @@ struct pointwise {
     struct source x;
     struct gradient dy;
     const float *weight, *bias;
-    float *y, *dx;
+    value *y, *dx;
     struct finish finish;
     double *rows; /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
     const int32_t *counts;

@@ -25,6 +25,7 @@
 #include <stdint.h>
 
 #include "activation.h"
+#include "products.h"
 #include "team.h"
 
 /* A convolution of one block, or of one group of its channels. Tiles cover each phase of the
@@ -50,7 +51,15 @@ enum { MOST_OUTPUTS = 4 }; /* the largest m_h and m_w */
  * phase_column floats apart. */
 struct pixels {
     float *at; /* channel 0, row 0, column 0 */
-    int64_t channel, row, pixel; /* strides of channels, and of rows and columns of one phase */
+    int64_t channel, row; /* strides of channels, and of rows of one phase */
+    int64_t phase_row, phase_column;
+};
+
+/* The outputs of a block, like struct pixels. Strides are in values; columns of one phase are
+ * `pixel` apart. */
+struct outputs {
+    value *at;
+    int64_t channel, row, pixel;
     int64_t phase_row, phase_column;
 };
 
@@ -94,11 +103,6 @@ static inline struct place place_of_phase(const struct winograd *w, int64_t inde
                           (kind % 3 ? 0 : whole) + phase % columns};
 }
 
-/* A range of inputs or outputs. */
-struct range {
-    int64_t first, stop;
-};
-
 /* Return the inputs whose filters are not zero at a point. */
 static inline struct range inputs_at(const struct winograd *shape, int row, int column) {
     const int64_t step = shape->step, whole = whole_phases(shape), rest = step - whole;
@@ -111,7 +115,12 @@ static inline struct range inputs_at(const struct winograd *shape, int row, int 
                           last_row || last_column ? stop * channels : shape->inputs};
 }
 
-static inline float *pixel_at(const struct pixels *p, struct place place) {
+static inline const float *input_at(const struct pixels *p, struct place place) {
+    return p->at + place.channel * p->channel + place.row * p->phase_row +
+           place.column * p->phase_column;
+}
+
+static inline value *output_at(const struct outputs *p, struct place place) {
     return p->at + place.channel * p->channel + place.row * p->phase_row +
            place.column * p->phase_column;
 }
@@ -134,7 +143,7 @@ void winograd_weights(const struct winograd *shape, const float *w, float *u, in
  * floats of the team's scratch memory. */
 int64_t winograd_conv_floats(const struct winograd *shape);
 void winograd_conv(const struct team *team, const struct winograd *shape, struct pixels x,
-                   const float *u, const float *bias, struct pixels y, struct finish finish,
+                   const float *u, const float *bias, struct outputs y, struct finish finish,
                    float *scratch);
 
 /* Compute dweight (outputs, inputs, r, r), the block's gradient with respect to the weights of the

@@ -115,7 +115,7 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
     int64_t place[MOST * PARTS];
     for (int64_t t = 0; t < tiles; t++) place[t * PARTS] = t * LANES;
     EACH_TILE(team, i, p->inputs) {
-        const float *input = pixel_at(&x, place_of_phase(p->shape, i));
+        const float *input = input_at(&x, place_of_phase(p->shape, i));
         for (int64_t t = first, next; t < first + tiles; t = next) {
             next = least(t / across * across + across, first + tiles);
             const float *from = input + t / across * M * x.row + t % across * M * LANES;
@@ -283,10 +283,10 @@ INLINE void dweight_group(const struct team *team, const struct plan *p, struct 
         const int64_t index = FIRST(n, group) * n + point;
         float *S = p->S + index * p->s_point;
         struct range inputs = inputs_at(p->shape, (int)(index / n), (int)(index % n));
-        inputs.first = inputs.first / 4 * 4; /* register tiles have four inputs */
+        inputs.first = inputs.first / 8 * 8; /* register tiles have eight inputs */
         if (p->transposed)
-            add_products(&p->products, inputs.stop - inputs.first, V + inputs.first * p->channel,
-                         D, tiles * LANES, 0, p->outputs, S + inputs.first * LANES, first > 0);
+            add_products(&p->products, V, D, tiles * LANES, (struct range){0, p->outputs}, inputs,
+                         S, first > 0);
         else
             point_lanes(p, inputs, V, D, tiles, S, first > 0);
         tick();
@@ -342,7 +342,7 @@ void mpidl_winograd_dweight(const float *x, const float *dy, float *dweight,
                         .dweight = dweight};
     const int64_t rows = winograd_extent(shape[2], M, r), row = winograd_extent(shape[3], M, r);
     const int64_t dy_rows = rows - (r - 1), dy_row = row - (r - 1);
-    e.x = (struct pixels){(float *)x, rows * row * LANES, row * LANES, LANES, 0, 0};
-    e.dy = (struct pixels){(float *)dy, dy_rows * dy_row * LANES, dy_row * LANES, LANES, 0, 0};
+    e.x = (struct pixels){(float *)x, rows * row * LANES, row * LANES, 0, 0};
+    e.dy = (struct pixels){(float *)dy, dy_rows * dy_row * LANES, dy_row * LANES, 0, 0};
     each_block(1, example_dweight, &e, winograd_dweight_floats(&e.shape), 0);
 }

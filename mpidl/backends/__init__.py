@@ -18,7 +18,7 @@ import numpy as np
 
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
-from mpidl.core.values import is_device_array
+from mpidl.core.values import BF16, is_device_array
 from mpidl.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,8 +49,14 @@ def of_type(dtype: Any) -> Backend:
     Return the CPU backend for float32 if this process can run the C kernels, else the NumPy
     backend.
     """
-    has_kernels = dtype == np.float32 and builds.kernels() is not None
+    has_kernels = dtype in (np.float32, BF16) and builds.kernels() is not None
     return _backend("cpu" if has_kernels else "reference")
+
+
+def converted(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return an array of float32 or bfloat16 numbers in the other of these two types."""
+    convert = "reference.bf16" if builds.kernels() is None else "cpu.call"
+    return importlib.import_module(f"mpidl.backends.{convert}").as_type(array, dtype)
 
 
 @functools.cache

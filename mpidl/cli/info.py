@@ -159,8 +159,8 @@ def _show_model(parsed):
     names = f": {name_list(net.classes)}" if net.classes else ""
     print(f"{printable(parsed.model)}, outputs {times(net.output_shape)}{names}")
     normalization = "none" if net.normalization is None else net.normalization.name
-    precision = "" if net.trained_precision is None else f", trained in {net.trained_precision}"
-    print(f"images {times(net.input_shape)}, normalization {normalization}{precision}")
+    precision = net.trained_precision and f", trained in {printable(net.trained_precision)}"
+    print(f"images {times(net.input_shape)}, normalization {normalization}{precision or ''}")
     print(net.analyze(parsed.batch_size or 128))
 
 

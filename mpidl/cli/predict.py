@@ -19,6 +19,7 @@ from mpidl.options.declaration import flag
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
 from mpidl.report import Console, arrays
+from mpidl.text import printable
 from mpidl.training.options import training_options
 from mpidl.training.options.run_inputs import EMBEDDED
 
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if world.rank == 0:
         print(f"Data: {images.describe()}", file=sys.stderr)
         print(f"Normalization: {net.normalization.describe()}", file=sys.stderr)
-        trained_in = net.trained_precision or "fp32"
+        trained_in = printable(net.trained_precision or "fp32")
         if (parsed.precision, trained_in) != ("fp32", "fp32"):
             print(f"Precision: {parsed.precision}, trained in {trained_in}", file=sys.stderr)
     if parsed.bad_images and world.rank == 0:

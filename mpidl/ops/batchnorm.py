@@ -144,16 +144,16 @@ def batchnorm(
     """
     check.images("batchnorm", x)
     _check("batchnorm", x.shape[1], gamma, beta, scope, x.shape)
-    backend, batch, lanes = backends.of_value(x), x.batch, x.lanes
+    backend, batch, lanes = backends.of_value(x), x.batch, x.raw
     counts = batch.counts()
     moments = backend.moments(lanes, counts, batch.tree)
     s = _statistics(backend, moments, batch, gamma, epsilon, scope, record)
     y = backend.batchnorm(lanes, s.shift, s.scale, beta)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        sums = backend.batchnorm_sums(dy.lanes, lanes, s.shift, batch.tree)
+        sums = backend.batchnorm_sums(dy.raw, lanes, s.shift, batch.tree)
         factors, dgamma, dbeta = _gradients(backend, sums, batch, scope, gamma, s)
-        dx = backend.batchnorm_dx(dy.lanes, lanes, s.shift, *factors, counts) if needs[0] else None
+        dx = backend.batchnorm_dx(dy.raw, lanes, s.shift, *factors, counts) if needs[0] else None
         return (None if dx is None else x.like(dx), dgamma, dbeta)
 
     return x.like(y), vjp
@@ -190,7 +190,7 @@ def batchnorm_predict(
         The normalized value, with the shape of x.
     """
     check.images("batchnorm_predict", x)
-    backend, lanes = backends.of_value(x), x.lanes
+    backend, lanes = backends.of_value(x), x.raw
     scale = backend.predict_scale(gamma, variance, epsilon)
     y = backend.batchnorm(lanes, mean, scale, beta)
 
@@ -198,7 +198,7 @@ def batchnorm_predict(
         _refuse_learnables(needs[1:])
         zeros = backend.zeros_like(scale)
         factors = scale, zeros, zeros
-        dx = backend.batchnorm_dx(dy.lanes, lanes, mean, *factors, x.batch.counts())
+        dx = backend.batchnorm_dx(dy.raw, lanes, mean, *factors, x.batch.counts())
         return x.like(dx), None, None, None, None
 
     return x.like(y), vjp
@@ -256,9 +256,9 @@ def conv2d_batchnorm(
         if isinstance(dy, GradientWithSums):
             sums = dy.sums
         elif relu:
-            sums = backend.activation_sums(dy.lanes, value.deferred, tree)
+            sums = backend.activation_sums(dy.raw, value.deferred, tree)
         else:
-            sums = backend.batchnorm_sums(dy.lanes, y, s.shift, tree)
+            sums = backend.batchnorm_sums(dy.raw, y, s.shift, tree)
         factors, dgamma, dbeta = _gradients(backend, sums, batch, scope, gamma, s)
         gradients = _conv2d_backward(dy, x, value.deferred, weight, geometry, factors, needs[:3])
         return *gradients, dgamma, dbeta
@@ -300,7 +300,7 @@ def _conv2d_backward(
     backend, batch = backends.of_value(x), x.batch
     activation_before = needs[0] and isinstance(x, DeferredActivation)
     dx, dweight, dbias, sums = backend.conv2d_backward(
-        dy.lanes,
+        dy.raw,
         x.source,
         weight,
         geometry,

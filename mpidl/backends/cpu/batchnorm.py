@@ -4,7 +4,7 @@ import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
-from mpidl.backends.cpu.call import partial_of_rows, per_channel, source_of, tree_of
+from mpidl.backends.cpu.call import as_type, partial_of_rows, per_channel, source_of, tree_of
 from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.fold import Counter, merge_moments
 
@@ -16,6 +16,7 @@ def sizes(x):
 
 
 def channel_sums(x, tree):
+    x = as_type(x, np.dtype(np.float32))
     sums = np.empty(x.shape[:2], np.float32)
     height, width = x.shape[2:4] if x.ndim == 5 else (1, sizes(x)[2])
     kernels().channel_sums(np.ascontiguousarray(x), sums, *x.shape[:2], height, width)
@@ -35,14 +36,14 @@ def moments(x, counts, tree):
 
 def batchnorm(x, mean, scale, beta):
     source = [np.ascontiguousarray(x), *map(per_channel, (mean, scale, beta))]
-    y = arenas.empty(x.shape)
+    y = arenas.empty(x.shape, x.dtype)
     kernels().batchnorm(*source, y, 0, *sizes(x))
     return y
 
 
 def activation(source):
     x, mean, scale, beta = source_of(source)
-    y = arenas.empty(x.shape)
+    y = arenas.empty(x.shape, x.dtype)
     kernels().batchnorm(x, mean, scale, beta, y, 1, *sizes(x))
     return y
 
@@ -65,7 +66,7 @@ def _sums(dy, x, mean, scale, beta, tree):
 
 
 def batchnorm_dx(dy, x, mean, a, b, c, counts):
-    dx = arenas.empty(x.shape)
+    dx = arenas.empty(x.shape, x.dtype)
     vectors = map(per_channel, (mean, a, b, c))
     dy, x = np.ascontiguousarray(dy), np.ascontiguousarray(x)
     kernels().batchnorm_dx(dy, x, *vectors, dx, counts, *sizes(x))
