@@ -20,6 +20,7 @@ from mpidl.backends.cpu.call import (
 from mpidl.backends.deferred import NormalizedInput
 from mpidl.core.blocks import LANES
 from mpidl.core.fold import Partial, Term, add, merge_moments
+from mpidl.core.values import BF16
 
 SAVING = 8  # minimum number of channels for Winograd's algorithm; forward passes may need more
 FEW, MANY_5X5 = 16, 32  # minimum numbers of outputs in forward passes with "auto"
@@ -105,7 +106,7 @@ def winograd_products(taps, step, side, tile, outputs, before=None):
 
 
 @functools.lru_cache(maxsize=256)
-def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
+def winograd_tiles(weight_shape, stride, padding, dilation, output, policy, narrow=False):
     """Return the Winograd tile sizes of the forward, dx and dweight passes.
 
     A tile size is 10 * rows + columns of a tile's outputs; 0 means direct sums.
@@ -118,6 +119,8 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
         Shape of the output.
     policy : {"auto", "off", "fast"}
         See `backends.configure`.
+    narrow : bool
+        Whether activations are stored in bfloat16.
 
     Notes
     -----
@@ -136,7 +139,8 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     hardly does, so more terms permit larger tiles. Only "fast" always uses tiles of 4x4.
 
     At other strides, the tile with the fewest products is used if it is accurate enough, because a
-    large tile may extend beyond a small output.
+    large tile may extend beyond a small output. Direct sums in bfloat16 are faster than 2x2 and 4x4
+    filters at stride 1, and than dx by phases.
 
     Gradients with fewer than SAVING channels, and outputs smaller than a tile, use direct sums. So
     do strided convolutions of sums with fewer than MANY_TERMS terms, or with more than 1 / WORTH of
@@ -152,7 +156,7 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     step = stride[0]
     side = winograd_side(r, step)
     fits = r == s and stride == (step, step) and dilation == (1, 1)
-    fits = fits and side in ((3, 5) if step == 1 else ACCURATE)
+    fits = fits and side in ((3, 5) if step == 1 or narrow else ACCURATE)
     sides = [v for pair in padding for v in pair]
     if policy == "off" or not fits or max(sides) >= r or min(output[1:]) < 4:
         return 0, 0, 0
@@ -168,10 +172,11 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
         return max(forward, default=0), (44 if fast else 22) * enough, 44 * enough
     befores = padding[0][0], padding[1][0]
     dx_side = max(winograd_side(r, step, before) for before in befores)
+    backward = TILES.get(dx_side, ()) if enough and not narrow else ()
     shared = r, step, output[1:]
     return (
         _fastest(forward, side, *shared),
-        _fastest(TILES.get(dx_side, ()) if enough else (), dx_side, *shared, befores),
+        _fastest(backward, dx_side, *shared, befores),
         _fastest([44] if enough else [], side, *shared),
     )
 
@@ -191,7 +196,8 @@ def plan(x, weight, geometry):
     """Return (`struct conv`, output shape (K, P, Q), Winograd tile sizes) of a convolution."""
     shape, output = _sizes(x.shape[1:-1], weight.shape, geometry)
     per_group = (len(weight) // geometry.groups, *weight.shape[1:])
-    tiles = winograd_tiles(per_group, *geometry[:3], output, settings.winograd)
+    narrow = x.dtype == BF16
+    tiles = winograd_tiles(per_group, *geometry[:3], output, settings.winograd, narrow)
     return shape, output, tiles
 
 
