@@ -13,6 +13,8 @@ from mpidl.core.fold import Partial
 # `threads` uses more numbers of threads.
 THREADS = tuple(map(int, os.environ.get("MPIDL_TEST_THREADS", "1,3").split(",")))
 BUILDS = [build for build in builds.built() if builds.runs_here(build)]
+# Builds whose bytes are equal, with AVX-512 or AVX2.
+WIDE = ("x86-64-v4-bf16", "x86-64-v4", "x86-64-v3")
 VECTOR_BUILDS = [build for build in BUILDS if build != "generic"] or BUILDS
 needs_kernels = pytest.mark.skipif(
     builds.running() == "numpy",
@@ -43,6 +45,6 @@ def on_all_builds(call, names=BUILDS):
             library.set_threads(settings.threads)
     finally:
         builds.use(before)
-    wide = [bytes_of(results[build]) for build in ("x86-64-v4", "x86-64-v3") if build in results]
+    wide = [bytes_of(results[build]) for build in WIDE if build in results]
     assert all(b == wide[0] for b in wide), "AVX-512 and AVX2 differ"
     return results
