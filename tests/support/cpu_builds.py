@@ -15,7 +15,7 @@ from mpidl.core.fold import Partial
 THREADS = tuple(map(int, os.environ.get("MPIDL_TEST_THREADS", "1,3").split(",")))
 BUILDS = [build for build in builds.built() if builds.runs_here(build)]
 VECTOR_BUILDS = [build for build in BUILDS if build != "generic"] or BUILDS
-# builds with fused multiply-adds, which all give the same bytes
+# Builds with fused multiply-adds, whose bytes are equal.
 FUSED_BUILDS = [b for b in BUILDS if b != "generic" or platform.machine() in ("aarch64", "arm64")]
 needs_kernels = pytest.mark.skipif(
     builds.running() == "numpy",
