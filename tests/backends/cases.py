@@ -22,6 +22,7 @@ from training_cases import training_table
 from mpidl.backends import shapes
 from mpidl.backends.deferred import NormalizedInput
 from mpidl.core.blocks import DeferredInput
+from mpidl.core.values import BF16
 
 CPU = ("cpu",)
 NO_PADDING, PADDING_1, UNIT = ((0, 0), (0, 0)), ((1, 1), (1, 1)), (1, 1)
@@ -75,10 +76,18 @@ LARGE_CONVOLUTIONS = {
     "large 5x5 of two groups": ((18, 9, 6), (32, 5, 5), UNIT, ((2, 2), (2, 2)), UNIT, 2),
     "large 5x5 by 2": ((18, 13, 12), (64, 5, 5), (2, 2), ((2, 2), (1, 3)), UNIT, 2),
     "large 11x11 by 4": ((3, 35, 29), (33, 11, 11), (4, 4), ((2, 1), (0, 3)), UNIT, 1),
+    "many 3x3 by 2": ((32, 15, 13), (33, 3, 3), (2, 2), PADDING_1, UNIT, 1),
+    "many 3x3 by 2 of two groups": ((58, 17, 15), (64, 3, 3), (2, 2), ((0, 1), (2, 0)), UNIT, 2),
+    "many 4x4 by 2": ((18, 15, 16), (24, 4, 4), (2, 2), PADDING_1, UNIT, 1),
+    "large 7x7 by 2": ((3, 23, 30), (20, 7, 7), (2, 2), ((3, 3), (2, 3)), UNIT, 1),
+    "large 8x8 by 2": ((5, 20, 17), (16, 8, 8), (2, 2), ((3, 2), (3, 4)), UNIT, 1),
+    "large 5x5 by 3": ((11, 31, 29), (33, 5, 5), (3, 3), ((2, 1), (1, 2)), UNIT, 1),
     "spread 5x5": ((20, 12, 11), (32, 5, 5), UNIT, ((4, 4), (4, 4)), (2, 2), 1),
 }
-# cases with filters larger than 3x3 that Winograd's algorithm computes
+# other cases than 3x3 filters at stride 1 that Winograd's algorithm computes
 BY_WINOGRAD = ("large 5x5", "large 5x5 of two groups", "large 5x5 by 2", "large 11x11 by 4")
+BY_WINOGRAD += ("many 3x3 by 2", "many 3x3 by 2 of two groups", "many 4x4 by 2", "large 7x7 by 2")
+BY_WINOGRAD += ("large 8x8 by 2", "large 5x5 by 3")
 FUSED_ON_CPU = ("digits 2", "cifar 1", "cifar 9", "odd channels", "16 channels a group")
 FUSED_ON_CPU += ("large 1x1", "1x1 of several bands", "large 1x1 by 2", "large 3x3 by 2")
 FUSED_ON_CPU += BY_WINOGRAD
@@ -565,8 +574,54 @@ def without_bias(cases):
             yield case._replace(label=f"{case.label}, no bias", arguments=arguments)
 
 
+# functions whose direct sums in bfloat16 have a defined order
+ORDERED = {"conv2d", "conv2d_backward", "transposed_conv2d", "transposed_conv2d_backward"}
+
+
+def in_bf16(case):
+    """Return a case with the activations and their gradients in bfloat16, or None without any.
+
+    Scores of dense layers, and their gradients, are float32. Means of windows round the share of
+    each pixel, so their gradients have no exact results.
+    """
+    has_means = case.function == "average_pool2d_dx"
+
+    def narrowed(name, draw):
+        if isinstance(draw, list):
+            return [narrowed(name, part) for part in draw]
+        is_score = name == "dy" and case.function.startswith("dense")
+        is_stored = isinstance(draw, Draw) and draw.kind in ("lanes", "deferred", "normalized")
+        return draw._replace(dtype=BF16) if is_stored and not is_score else draw
+
+    arguments = {name: narrowed(name, draw) for name, draw in case.arguments.items()}
+    is_special = has_means and case.arguments["x"].special
+    if "cpu" not in case.backends or arguments == case.arguments or is_special:
+        return None
+    policies = case.settings.get("cpu", ({},))
+    is_ordered = case.function in ORDERED and case.call is None
+    if is_ordered:  # with "auto", the same algorithm unless the case has several
+        policies = ({"winograd": "off"}, *({"winograd": "auto"},) * (policies != WINOGRAD[1:2]))
+    return case._replace(
+        label=f"{case.label}, bf16",
+        arguments=arguments,
+        backends=CPU,
+        settings={"cpu": tuple(values | {"precision": "bf16"} for values in policies)},
+        ordered=is_ordered,
+        tolerance=case.tolerance or 1e-6 * has_means,
+    )
+
+
 def table():
     """Yield all cases. Expensive checks use only the first case of each function."""
+    cases = list(activation_table())
+    cases += without_bias(cases)
+    yield from cases
+    yield from training_table()
+    yield from filter(None, map(in_bf16, cases))
+
+
+def activation_table():
+    """Yield the cases of functions of activations."""
     for label, shape in CONVOLUTIONS.items():
         yield from convolution(label, shape)
     for label, shape in LARGE_CONVOLUTIONS.items():
@@ -612,8 +667,6 @@ def table():
     for shape in list(IMAGES.values())[:3]:
         yield from joins(shape)
         yield from residual_ends(shape)
-    yield from training_table()
 
 
 CASES = list(table())
-CASES += without_bias(CASES)
