@@ -4,6 +4,7 @@
  * activation and computes the sums that the preceding batch normalization needs. */
 #include "conv.h"
 
+#include "depthwise.h"
 #include "fold.h"
 #include "mpidl.h"
 #include "pointwise.h"
@@ -293,6 +294,19 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
         if (moments) fold_moments(moments, c.K, (const struct tree *)tree);
         return;
     }
+    if (is_depthwise(&c) && !tile) {
+        const struct pointwise job = {.c = c,
+                                      .x = pass.x,
+                                      .weight = weight,
+                                      .bias = bias,
+                                      .y = y,
+                                      .finish = pass.finish,
+                                      .rows = moments,
+                                      .counts = counts};
+        depthwise_forward(&job, blocks);
+        if (moments) fold_moments(moments, c.K, (const struct tree *)tree);
+        return;
+    }
     lay_out_x(&pass, &winograd);
     pass.winograd_at = pass.in_place ? 0 : c.C * pass.in.channel_stride;
     struct phase phase = {.rows = c.P, .columns = c.Q, .taps = pass.taps};
@@ -502,6 +516,22 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                                       .nodes = nodes,
                                       .tree = (const struct tree *)tree};
         pointwise_backward(&job, blocks);
+        if (sums) fold_sums(sums, 2 * c.C, (const struct tree *)tree);
+        return;
+    }
+    if (is_depthwise(&c) && !tile && !dweight_tile) {
+        const struct pointwise job = {.c = c,
+                                      .x = pass.x,
+                                      .dy = pass.dy,
+                                      .weight = weight,
+                                      .bias = bias,
+                                      .dx = dx,
+                                      .rows = sums,
+                                      .counts = counts,
+                                      .dweight = dweight,
+                                      .nodes = nodes,
+                                      .tree = (const struct tree *)tree};
+        depthwise_backward(&job, blocks);
         if (sums) fold_sums(sums, 2 * c.C, (const struct tree *)tree);
         return;
     }
