@@ -76,12 +76,20 @@ LARGE_CONVOLUTIONS = {
     "large 5x5 by 2": ((18, 13, 12), (64, 5, 5), (2, 2), ((2, 2), (1, 3)), UNIT, 2),
     "large 11x11 by 4": ((3, 35, 29), (33, 11, 11), (4, 4), ((2, 1), (0, 3)), UNIT, 1),
     "spread 5x5": ((20, 12, 11), (32, 5, 5), UNIT, ((4, 4), (4, 4)), (2, 2), 1),
+    "depthwise 3x3": ((5, 13, 17), (5, 3, 3), UNIT, PADDING_1, UNIT, 5),
+    "depthwise 3x3 by 2": ((3, 20, 21), (3, 3, 3), (2, 2), PADDING_1, UNIT, 3),
+    "depthwise 5x5": ((4, 9, 10), (4, 5, 5), UNIT, ((2, 2), (1, 4)), UNIT, 4),
+    "depthwise 5x5 by 2": ((3, 12, 15), (3, 5, 5), (2, 2), ((3, 0), (2, 1)), UNIT, 3),
+    "depthwise of several bands": ((2, 25, 70), (2, 3, 3), UNIT, ((0, 3), (2, 0)), UNIT, 2),
+    "depthwise by 3 and 2": ((2, 11, 9), (2, 3, 3), (3, 2), ((3, 4), (4, 5)), UNIT, 2),
+    "spread depthwise": ((3, 9, 8), (3, 3, 3), UNIT, ((2, 2), (2, 2)), (2, 2), 3),
 }
+DEPTHWISE = tuple(label for label in LARGE_CONVOLUTIONS if "depthwise" in label)
 # cases with filters larger than 3x3 that Winograd's algorithm computes
 BY_WINOGRAD = ("large 5x5", "large 5x5 of two groups", "large 5x5 by 2", "large 11x11 by 4")
 FUSED_ON_CPU = ("digits 2", "cifar 1", "cifar 9", "odd channels", "16 channels a group")
 FUSED_ON_CPU += ("large 1x1", "1x1 of several bands", "large 1x1 by 2", "large 3x3 by 2")
-FUSED_ON_CPU += BY_WINOGRAD
+FUSED_ON_CPU += BY_WINOGRAD + DEPTHWISE
 WINOGRAD = ({"winograd": "fast"}, {"winograd": "auto"}, {"winograd": "off"})
 ON_GPU = ({"precision": "fp32", "direct": False}, {"precision": "fp32", "direct": True})
 

@@ -85,7 +85,8 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     In forward passes, an error can change the sign of a ReLU's input. Therefore "auto" uses the
     largest tile whose root mean square error is at most about 1.4 times the error of a direct sum
     in float32. The error of a direct sum grows with the number of inputs, and the error of a tile
-    hardly does, so more inputs permit larger tiles. Only "fast" always uses tiles of 4x4.
+    hardly does, so more inputs permit larger tiles. Only "fast" always uses tiles of 4x4, except
+    for filters from one channel to one channel.
 
     Gradients with fewer than SAVING channels, and outputs smaller than a tile, use direct sums. So
     do filters that fill less than two thirds of the equivalent filter at stride 1. In these cases,
@@ -104,9 +105,10 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     sides = [v for pair in padding for v in pair]
     if policy == "off" or not fits or max(sides) >= r or min(output[1:]) < 4:
         return 0, 0, 0
+    fast = policy == "fast" and c * k > 1
     c *= step**2
     channels = min(c, k)
-    fast, enough = policy == "fast", channels >= SAVING
+    enough = channels >= SAVING
     if side == 3:
         auto = 0 if channels < FEW else 44 if c >= LARGE else 24 if c >= WIDE else 22
         dx = 44 if step == 1 and k >= SAVING else 0
