@@ -41,6 +41,7 @@ def gather(
     fallback: Backend | None = None,
     *,
     fuses_convolutions: bool = False,
+    defers_clips: bool = False,
     arrays_on_device: bool = False,
 ) -> Backend:
     """Return a Backend with the functions of these modules.
@@ -54,7 +55,7 @@ def gather(
     fallback : Backend, optional
         Backend that provides the functions missing from the modules. By default, none may be
         missing.
-    fuses_convolutions, arrays_on_device : bool
+    fuses_convolutions, defers_clips, arrays_on_device : bool
         Capabilities of the backend; see `Backend`.
 
     Raises
@@ -75,5 +76,9 @@ def gather(
         if not hasattr(fallback, function):
             raise TypeError(f"backend {name}: no module defines {function}")
         functions[function] = getattr(fallback, function)
-    capabilities = {"fuses_convolutions": fuses_convolutions, "arrays_on_device": arrays_on_device}
+    capabilities = {
+        "fuses_convolutions": fuses_convolutions,
+        "defers_clips": defers_clips,
+        "arrays_on_device": arrays_on_device,
+    }
     return cast(Backend, _Functions(name=name, **capabilities, **functions))

@@ -2,8 +2,8 @@
 
 These runs of layers become one op:
 
-- Convolution, batch normalization and ReLU. The op stores only the convolution's output. Later ops
-  (convolution, pooling, dense) apply the normalization and the ReLU when they read that output.
+- Convolution, batch normalization, and ReLU or, on a CPU, clip. The op stores only the convolution's
+  output. Later ops (convolution, pooling, dense) normalize and limit it when they read it.
 - Convolution and batch normalization, if only additions read the result. The op stores only the
   convolution's output, which the additions normalize when they read it.
 - The addition of two values and ReLU.
@@ -20,13 +20,15 @@ results.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpidl import backends, ops
 from mpidl.nn.layers import (
     Add,
     BatchNorm,
+    Clip,
     Conv2D,
     CrossChannelNorm,
     Layer,
@@ -37,31 +39,41 @@ from mpidl.nn.layers import (
 from mpidl.nn.layers.base import Value
 
 
-def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list[tuple[int, ...]]:
+Kinds: TypeAlias = tuple[tuple[type[Layer], ...], ...]  # the types of layers of some runs
+
+
+def find_runs(
+    layers: Sequence[Layer], reads: Sequence[tuple[str, ...]], kinds: Kinds | None = None
+) -> list[tuple[int, ...]]:
     """Group the layers into runs, and return the indices of the layers of each run.
 
-    A layer that is not fused is a run of one layer.
+    A layer that is not fused is a run of one layer. `kinds` are the runs to look for, by default
+    all RUNS.
     """
+    kinds = RUNS if kinds is None else kinds
     readers: dict[str, list[Layer]] = collections.defaultdict(list)
     for layer, names in zip(layers, reads, strict=True):
         for name in names:
             readers[name].append(layer)
     runs, i = [], 0
     while i < len(layers):
-        count = next((len(run) for run in RUNS if _begins(run, layers[i:], reads[i:], readers)), 1)
+        count = next((len(run) for run in kinds if _begins(run, layers[i:], reads[i:], readers)), 1)
         runs.append(tuple(range(i, i + count)))
         i += count
     return runs
 
 
-RUNS = (
+CLIPPED = (Conv2D, BatchNorm, Clip)
+RUNS: Kinds = (
     (Conv2D, BatchNorm, ReLU),
+    CLIPPED,
     (Conv2D, Add, ReLU),
     (Conv2D, ReLU, CrossChannelNorm, MaxPool2D),
     (Conv2D, ReLU),
     (Conv2D, BatchNorm),
     (Add, ReLU),
 )
+WITHOUT_CLIPS = tuple(run for run in RUNS if run is not CLIPPED)
 
 
 def _begins(run, layers, reads, readers):
@@ -85,15 +97,25 @@ def _begins(run, layers, reads, readers):
     return True
 
 
+def _limits(layer):
+    """Return the range (low, high) of an activation's results, or None for another layer."""
+    if isinstance(layer, Clip):
+        return layer.low, layer.high
+    return (0.0, math.inf) if isinstance(layer, ReLU) else None
+
+
 def outer_reads(run: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """Return the names of the outputs of other runs that a run reads, in layer order."""
     names = {layer.name for layer in run}
     return tuple(name for layer_reads in reads for name in layer_reads if name not in names)
 
 
-def can_fuse(x: Any) -> bool:
-    """Return whether the backend of `x` supports the fused ops."""
-    return backends.of_value(x).fuses_convolutions
+def supported(x: Any) -> Kinds:
+    """Return the runs that the backend of `x` computes by one op."""
+    backend = backends.of_value(x)
+    if not backend.fuses_convolutions:
+        return ()
+    return RUNS if backend.defers_clips else WITHOUT_CLIPS
 
 
 def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerContext]) -> Value:
@@ -118,7 +140,7 @@ def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerCont
     if not isinstance(run[1], BatchNorm):
         return ops.conv2d_relu(x[0], weight, bias, *x[1:], **options)
     norm, norm_context = run[1], contexts[1]
-    options |= {"epsilon": norm.epsilon, "relu": isinstance(run[-1], ReLU)}
+    options |= {"epsilon": norm.epsilon, "limits": _limits(run[-1])}
     gamma, beta = norm_context["gamma"], norm_context["beta"]
     if not norm_context.training:
         mean, variance = norm.running(norm_context)

@@ -8,7 +8,14 @@ import numpy as np
 from mpidl.backends import settings, shapes
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
-from mpidl.backends.cpu.call import nodes_of, partial_of_rows, per_channel, source_of, tree_of
+from mpidl.backends.cpu.call import (
+    NO_NORM,
+    nodes_of,
+    partial_of_rows,
+    per_channel,
+    source_of,
+    tree_of,
+)
 from mpidl.backends.deferred import NormalizedInput
 from mpidl.core.blocks import LANES
 from mpidl.core.fold import Partial, Term, add, merge_moments
@@ -168,12 +175,12 @@ def conv2d_backward(
     source = source_of(x)
     blocks = len(source[0])
     shape, _, (_, tile, dweight_tile) = plan(source[0], weight, geometry)
-    after = (None,) * 7
+    after = (None, *NO_NORM, None, None, None)
     if activation_after is not None:
         source_after, *factors = activation_after
         after = source_of(source_after)
         if isinstance(source_after, NormalizedInput):
-            after = (*after[:2], None, None)
+            after = (*after[:2], *NO_NORM[1:])
         after = (*after, *map(per_channel, factors))
     dy = np.ascontiguousarray(dy)
     dx = None

@@ -1,5 +1,7 @@
 """Compute batch normalization and its gradient in NumPy."""
 
+import math
+
 import numpy as np
 
 from mpidl.core.blocks import DeferredInput
@@ -96,5 +98,5 @@ def predict_scale(gamma, variance, epsilon):
     return gamma / np.sqrt(variance.astype(np.float64) + epsilon)
 
 
-def source(y, mean, scale, beta):
-    return DeferredInput(y, *(np.ascontiguousarray(v, y.dtype) for v in (mean, scale, beta)))
+def source(y, mean, scale, beta, low=0.0, high=math.inf):
+    return DeferredInput(y, *(np.ascontiguousarray(v, y.dtype) for v in (mean, scale, beta)), low, high)
