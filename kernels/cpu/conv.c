@@ -260,15 +260,15 @@ static void forward_block(const struct team *team, void *job, int64_t block) {
 }
 
 void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
-                  const float *weight, const float *bias, float *y, double *moments,
-                  const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
-                  int64_t tile, const float *addend, int64_t relu) {
+                  float low, float high, const float *weight, const float *bias, float *y,
+                  double *moments, const int32_t *counts, int64_t blocks, const int64_t *shape,
+                  const int64_t *tree, int64_t tile, const float *addend, int64_t relu) {
     struct conv c = *(const struct conv *)shape;
     int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, extra = 0;
     struct winograd winograd = {inputs, outputs, c.P, c.Q, 0, 0, 0};
     if (tile) winograd = winograd_of(&c, tile);
     struct pass pass = {.c = c,
-                        .x = {x, mean, scale, beta},
+                        .x = {x, mean, scale, beta, low, high},
                         .weight = weight,
                         .bias = bias,
                         .finish = {addend, (int)relu},
@@ -476,19 +476,19 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
 }
 
 void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
-                           const float *y_scale, const float *y_beta, const float *a,
-                           const float *b, const float *c_, const float *x, const float *mean,
-                           const float *scale, const float *beta, const float *weight,
-                           const float *bias, float *dy_out, float *dx, double *sums,
-                           float *dweight, int64_t nodes, const int32_t *counts, int64_t blocks,
-                           const int64_t *shape, const int64_t *tree, int64_t tile,
-                           int64_t dweight_tile) {
+                           const float *y_scale, const float *y_beta, float y_low, float y_high,
+                           const float *a, const float *b, const float *c_, const float *x,
+                           const float *mean, const float *scale, const float *beta, float low,
+                           float high, const float *weight, const float *bias, float *dy_out,
+                           float *dx, double *sums, float *dweight, int64_t nodes,
+                           const int32_t *counts, int64_t blocks, const int64_t *shape,
+                           const int64_t *tree, int64_t tile, int64_t dweight_tile) {
     struct leaves leaves;
     struct conv c = *(const struct conv *)shape;
     int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, own = 0, extra = 0, spread = 0;
     struct pass pass = {.c = c,
-                        .x = {x, mean, scale, beta},
-                        .dy = {dy, {y, y_mean, y_scale, y_beta}, a, b, c_},
+                        .x = {x, mean, scale, beta, low, high},
+                        .dy = {dy, {y, y_mean, y_scale, y_beta, y_low, y_high}, a, b, c_},
                         .weight = weight,
                         .bias = bias,
                         .dx = dx,

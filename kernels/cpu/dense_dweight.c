@@ -179,9 +179,9 @@ static int streams(const struct dense *d) {
 }
 
 void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, const float *scale,
-                         const float *beta, float *nodes, const int64_t *tree, int64_t features,
-                         int64_t channels, int64_t outputs) {
-    struct dense d = backward_of((struct source){x, mean, scale, beta}, dy, tree, features,
+                         const float *beta, float low, float high, float *nodes,
+                         const int64_t *tree, int64_t features, int64_t channels, int64_t outputs) {
+    struct dense d = backward_of((struct source){x, mean, scale, beta, low, high}, dy, tree, features,
                                  channels, outputs);
     d.nodes = nodes;
     if (d.blocks == 0) return;
@@ -275,10 +275,10 @@ static void backward_tile(void *argument, int64_t number, float *own) {
 }
 
 void mpidl_dense_backward(const float *dy, const float *x, const float *mean, const float *scale,
-                          const float *beta, const float *weight, float *dx, double *sums,
-                          float *nodes, const int64_t *tree, int64_t features, int64_t channels,
-                          int64_t outputs) {
-    struct dense d = backward_of((struct source){x, mean, scale, beta}, dy, tree, features,
+                          const float *beta, float low, float high, const float *weight, float *dx,
+                          double *sums, float *nodes, const int64_t *tree, int64_t features,
+                          int64_t channels, int64_t outputs) {
+    struct dense d = backward_of((struct source){x, mean, scale, beta, low, high}, dy, tree, features,
                                  channels, outputs);
     d.weight = weight, d.dx = dx, d.sums = sums, d.nodes = nodes;
     if (d.blocks == 0) return;

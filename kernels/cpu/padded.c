@@ -72,7 +72,7 @@ void fill_gradient(const struct padded *p, int64_t channel, const struct gradien
                       keep(used[part], normalize_back(dz, v, n.mean, a, b, c)));                   \
             }
     if (g->y.scale)
-        PIXELS(relu_back(d, normalize(v, n)))
+        PIXELS(activate_back(d, normalize(v, n), n))
     else
         PIXELS(d)
 #undef PIXELS

@@ -5,6 +5,7 @@ choose some algorithms by size.
 """
 
 import functools
+import math
 
 import numpy as np
 from conformance import (
@@ -90,6 +91,8 @@ BY_WINOGRAD = ("large 5x5", "large 5x5 of two groups", "large 5x5 by 2", "large 
 FUSED_ON_CPU = ("digits 2", "cifar 1", "cifar 9", "odd channels", "16 channels a group")
 FUSED_ON_CPU += ("large 1x1", "1x1 of several bands", "large 1x1 by 2", "large 3x3 by 2")
 FUSED_ON_CPU += BY_WINOGRAD + DEPTHWISE
+RELU, CLIP = (0.0, math.inf), (-0.25, 0.75)  # limits of activations before and after a convolution
+CLIPPED = ("cifar 9", "large 1x1", "1x1 of several bands", "large 3x3 by 2", *DEPTHWISE[:3])
 WINOGRAD = ({"winograd": "fast"}, {"winograd": "auto"}, {"winograd": "off"})
 ON_GPU = ({"precision": "fp32", "direct": False}, {"precision": "fp32", "direct": True})
 
@@ -137,8 +140,17 @@ def with_sums(backend, outputs, a):
 
 
 def separate_activation_sums(backend, dy, source, tree):
-    active = backend.relu(backend.batchnorm(*source))
-    return backend.batchnorm_sums(backend.relu_dx(dy, active), *source[:2], tree)
+    dz = activation_back(backend, dy, source)
+    return backend.batchnorm_sums(dz, *source[:2], tree)
+
+
+def activation_back(backend, dy, source):
+    """Return the gradient of a DeferredInput's activation, computed by separate functions."""
+    value = backend.batchnorm(*source[:4])
+    if source.high == math.inf:
+        return backend.relu_dx(dy, backend.relu(value))
+    clipped = backend.elementwise("clip_range", value, source.low, source.high)
+    return backend.elementwise_dx("clip_range", dy, clipped, source.low, source.high)
 
 
 def moments_after(backend, a):
@@ -158,9 +170,9 @@ BETWEEN = ("x", "weight", "geometry", "counts", "tree")
 
 def through_activations(backend, a):
     """Call conv2d_backward with an activation after it, a deferred input, and the sums of dx."""
-    source = backend.source(a["y"], *a["after"])
-    if not a.get("relu", True):
-        source = NormalizedInput(*source)
+    source = backend.source(a["y"], *a["after"], *a.get("limits", RELU))
+    if a.get("limits", RELU) is None:
+        source = NormalizedInput(*source[:4])
     return backend.conv2d_backward(
         *(a["dy"], *(a[name] for name in BETWEEN), a.get("needs", ALL)),
         activation_after=(source, *a["factors"]),
@@ -171,8 +183,8 @@ def through_activations(backend, a):
 
 def through_activations_separately(backend, a):
     dz = a["dy"]
-    if a.get("relu", True):
-        dz = backend.relu_dx(dz, backend.relu(backend.batchnorm(a["y"], *a["after"])))
+    if a["limits"]:
+        dz = activation_back(backend, dz, backend.source(a["y"], *a["after"], *a["limits"]))
     dy = backend.batchnorm_dx(dz, a["y"], a["after"][0], *a["factors"], a["counts"])
     gradients = backend.conv2d_backward(dy, *(a[name] for name in BETWEEN), ALL)
     return with_sums(backend, gradients, a)
@@ -184,11 +196,13 @@ def fused_convolution(label, shape, backends=("cpu", "gpu")):
     weight = filters(k, image[0] // geometry[3], r, s)
     y = shapes.conv2d_shape(image, weight.shape, *geometry[:3])
     shared = {"weight": weight, "geometry": shapes.Geometry(*geometry)}
-    forward = {"x": deferred(*image), "bias": vector(k)} | shared
+    limits = CLIP if label in CLIPPED else RELU
+    forward = {"x": deferred(*image, limits=limits), "bias": vector(k)} | shared
     backward = shared | {
         "dy": cotangent(*y),
-        "x": deferred(*image),
+        "x": deferred(*image, limits=limits),
         "y": lanes(*y),
+        "limits": limits,
         "after": [vector(k, low=-0.5, high=0.5)] * 3,
         "factors": [vector(k, low=-0.5, high=0.5)] * 3,
     }
@@ -210,7 +224,7 @@ def fused_convolution(label, shape, backends=("cpu", "gpu")):
     yield Case(
         "conv2d_backward",
         f"{label}, before a normalization",
-        backward | {"relu": False},
+        backward | {"limits": None},
         backward_bound,
         call=through_activations,
         oracle=through_activations_separately,
@@ -295,12 +309,16 @@ def batch_normalization(shape):
         *("activation", label, {"source": deferred(*shape)}, 1e-6),
         oracle=lambda backend, a: a["source"],
     )
-    yield Case(
-        *("activation_sums", label, {"dy": dy, "source": deferred(*shape)}, 1e-6),
-        oracle=lambda backend, a: separate_activation_sums(
-            backend, a["dy"], a["sources"]["source"], a["tree"]
-        ),
-    )
+    clipped = deferred(*shape, limits=CLIP)
+    on_cpu = {"backends": CPU}
+    for name, source, options in ((label, deferred(*shape), {}), (f"{label}, clip", clipped, on_cpu)):
+        yield Case(
+            *("activation_sums", name, {"dy": dy, "source": source}, 1e-6),
+            oracle=lambda backend, a: separate_activation_sums(
+                backend, a["dy"], a["sources"]["source"], a["tree"]
+            ),
+            **options,
+        )
     yield Case("relu", label, {"x": x}, 0)
     # All numbers are equal, but the signs of zeros may differ.
     yield Case("relu_dx", label, {"dy": dy, "y": x}, 1e-9, elementwise=True)
