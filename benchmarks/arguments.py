@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from mpidl.backends import PRECISIONS
 from mpidl.cli.parser import Parser, rank_counts
 from mpidl.errors import UserError
 from mpidl.nn import zoo
@@ -41,10 +42,10 @@ BENCHMARKS = {
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over rounds")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
-BF16_VARIANTS = ["channels_last+bf16", "compile+channels_last+bf16"]  # autocast to bfloat16
 KINDS = ["jpeg", "png", "packed", "arrays"]
 FASHION = "/usr/share/datasets/fashion-mnist"  # Debian: dataset-fashion-mnist
-SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # declared as training options
+# declared as training options
+SHARED = ("batch_size", "winograd", "precision", "seed", "batchnorm", "timeout")
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
@@ -146,8 +147,16 @@ def _add_subject(parser, command):
         _add_counts(
             parser, ("seeds", 3, "seeds of weights and mini-batches; errors are medians of all")
         )
+    if command in ("accuracy", "compare", "step"):
+        _add_precision(parser)
     if command == "compare":
         _add_compare(parser)
+
+
+def _add_precision(parser):
+    text = "precision of all sides; bf16 runs PyTorch under autocast to bfloat16 (fp32)"
+    choices = PRECISIONS["cpu"]
+    parser.text("--precision", "|".join(choices), text, default="fp32", choices=choices)
 
 
 def _add_s3(parser, command):
@@ -290,6 +299,7 @@ def _add_time_to_accuracy(parser, command):
         "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
     )
     parser.add_options("seed")
+    _add_precision(parser)
     _add_counts(
         parser,
         ("epochs", 7, "epochs of the schedule"),
@@ -341,9 +351,8 @@ def _add_transfer(parser, command):
 def _add_compare(parser):
     text = "ranks of mpidl, and processes of DistributedDataParallel over gloo"
     _add_counts(parser, ("ranks", 1, text))
-    variants = _names("--variants", [*VARIANTS, *BF16_VARIANTS])
-    text = f"ways to run PyTorch; the fastest one is compared ({','.join(VARIANTS)}), and the "
-    text += f"fastest one in bfloat16 separately ({','.join(BF16_VARIANTS)})"
+    variants = _names("--variants", VARIANTS)
+    text = f"ways to run PyTorch; the fastest one is compared ({','.join(VARIANTS)})"
     parser.text("--variants", "NAME,...", text, default=VARIANTS, type=variants)
     text = "versions of PyTorch, such as 2.13.0, or paths of Python interpreters with PyTorch; "
     text += "missing versions are installed in build/ (the installed version)"
@@ -359,9 +368,12 @@ def _add_compare(parser):
     parser.add_argument("--predict", action="store_true", help=text)
     text = "measure the peak memory of a step, not its time"
     parser.add_argument("--memory", action="store_true", help=text)
-    text = "other libraries to time in addition to PyTorch"
-    libraries = _names("--with", ["jax", "mygrad"])
-    parser.text("--with", "jax,mygrad", text, default=[], type=libraries, dest="libraries")
+    text = "other sides to time in addition to PyTorch, in float32; mpidl-fp32 is mpidl itself, "
+    text += "beside --precision bf16"
+    libraries = _names("--with", ["jax", "mygrad", "mpidl-fp32"])
+    parser.text(
+        "--with", "jax,mygrad,mpidl-fp32", text, default=[], type=libraries, dest="libraries"
+    )
     parser.text(
         "--with-python", "PATH", "Python in which the libraries of --with are installed (this one)"
     )

@@ -5,7 +5,6 @@ import contextlib
 import functools
 import math
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -37,9 +36,11 @@ HELD_TO = {
         },
     ),
 }
-# If the first losses differ by more (relatively), the computations differ.
-SAME_LOSS = {"float32": 1e-4, "bf16": 2e-2}
+# Largest relative error of a side's first loss. If the losses of two sides differ by more than the
+# sum of both errors, the computations differ.
+LOSS_ERRORS = {"fp32": 5e-5, "bf16": 2e-2}
 STEPS_COMPARED = 3
+FLOAT32_SIDE = "mpidl-fp32"  # value of --with: mpidl in float32, beside mpidl in another precision
 
 
 def main(options: argparse.Namespace) -> dict:
@@ -51,6 +52,8 @@ def main(options: argparse.Namespace) -> dict:
         options.libraries = [*options.libraries, "onnxruntime"]
     if options.predict and (ranks > 1 or options.memory):
         raise UserError("--predict: expected one rank, without --ranks and --memory")
+    if FLOAT32_SIDE in options.libraries and options.precision == "fp32":
+        raise UserError(f"--with {FLOAT32_SIDE}: expected --precision bf16, found fp32")
     if ranks > 1 and options.batch_size % (16 * ranks):
         raise UserError(
             f"--batch-size must be a multiple of {16 * ranks} for {ranks} ranks, so that all "
@@ -67,7 +70,8 @@ def main(options: argparse.Namespace) -> dict:
         compare = compare_memory if options.memory else compare_time
         record = compare(options, sides, folder)
     for name, difference in record.get("loss_differences", {}).items():
-        if not difference <= SAME_LOSS[precision_of(name)]:
+        errors = [LOSS_ERRORS[p] for p in (options.precision, precision_of(name, options))]
+        if not difference <= sum(errors):
             report.write_json(options.json, record)
             raise Fault(
                 f"the losses of the first step differ by {difference:.1e}: ours and {name} "
@@ -76,9 +80,9 @@ def main(options: argparse.Namespace) -> dict:
     return record
 
 
-def precision_of(side: str) -> str:
-    """Return "bf16" for variants of PyTorch with bfloat16, such as "channels_last+bf16"."""
-    return "bf16" if "bf16" in re.split("[+ ]", side) else "float32"
+def precision_of(side: str, options: argparse.Namespace) -> str:
+    """Return the precision of another side: libraries other than PyTorch compute in float32."""
+    return "fp32" if side in options.libraries else options.precision
 
 
 def our_side(options: argparse.Namespace, folder: str) -> turns.Side:
@@ -103,7 +107,7 @@ class OtherSide(NamedTuple):
 
 
 def other_sides(options: argparse.Namespace) -> dict[str, OtherSide]:
-    """Return the other sides by name: PyTorch's variants of each version, then libraries."""
+    """Return the other sides by name: PyTorch's variants of each version, then `--with`."""
     variables, sides = HELD_TO[options.held_to][1], {}
     versions = torch_versions.find(options.torch)
     for version, python in versions:
@@ -112,8 +116,12 @@ def other_sides(options: argparse.Namespace) -> dict[str, OtherSide]:
             keywords = {"ranks": options.ranks, "variables": variables}
             arguments = name, variant, python, options
             sides[name] = OtherSide(version, functools.partial(theirs.side, *arguments, **keywords))
+    keywords = {"ranks": options.ranks, "variables": HELD_TO[options.held_to][0]}
     for name in options.libraries:
-        sides[name] = OtherSide("", functools.partial(others.side, name, options))
+        start = functools.partial(others.side, name, options)
+        if name == FLOAT32_SIDE:
+            start = functools.partial(ours.side, name, options, precision="fp32", **keywords)
+        sides[name] = OtherSide("", start)
     return sides
 
 
@@ -219,14 +227,15 @@ def evaluate(
     ratios = {name: [b / a for a, b in pairs] for name, pairs in times.items()}
     medians = {name: report.median(seconds) for name, seconds in other_times.items()}
     torch = {k: v for k, v in medians.items() if k not in options.libraries}
-    compared = medians if options.predict else torch or medians
-    bf16 = [name for name in compared if precision_of(name) == "bf16"]
-    best = min([name for name in compared if name not in bf16] or bf16, key=medians.get)
+    libraries = {k: v for k, v in medians.items() if k != FLOAT32_SIDE}
+    best = min((libraries if options.predict else torch) or libraries or medians, key=medians.get)
     unit = "pass" if options.predict else "step"
     rows = [["", f"ms per {unit}, {options.rounds} rounds", "theirs / ours"]]
     rows.append(["ours", report.spread(our_times, 1e3), ""])
     for name, seconds in other_times.items():
         rows.append([name, report.spread(seconds, 1e3), report.spread(ratios[name])])
+        if precision_of(name, options) != options.precision and name != FLOAT32_SIDE:
+            rows[-1][0] += " (fp32)"
     print()
     report.print_table(rows, left=3)
     our_median = report.median(our_times)
@@ -234,14 +243,10 @@ def evaluate(
     first = {k: abs(v[0] / losses["ours"][0] - 1) for k, v in losses.items() if k != "ours"}
     print(
         f"ratio {ratio:.2f} (turn by turn {min(ratios[best]):.2f} to {max(ratios[best]):.2f}): "
-        f"{best} against ours"
+        f"{best} in {precision_of(best, options)} against ours in {options.precision}"
     )
-    if bf16 and best not in bf16:
-        name = min(bf16, key=medians.get)
-        print(f"bf16: ratio {medians[name] / our_median:.2f}: {name} against ours in float32")
     fastest: dict[str, str] = {}  # {version of PyTorch: its fastest side}
-    float32 = [name for name in torch if versions and name not in bf16]
-    for name in sorted(float32, key=medians.get):
+    for name in sorted(torch if versions else (), key=medians.get):
         fastest.setdefault(versions[name], name)
     by_version = {version: medians[name] / our_median for version, name in fastest.items()}
     for version, name in fastest.items() if len(fastest) > 1 else ():
@@ -261,6 +266,7 @@ def evaluate(
         "ranks",
         "threads",
         "held_to",
+        "precision",
         "winograd",
         "rounds",
     )
@@ -287,7 +293,7 @@ def compare_memory(
     with our_side(options, folder) as our:
         description = our.ask("describe")[0]
         our_mib = sum(our.ask("memory", 3)) / 2**20
-    names = ("network", "batch_size", "ranks", "threads")
+    names = ("network", "batch_size", "ranks", "threads", "precision")
     record = report.header(options, description["versions"], *names) | {"failed": {}}
     rows = [["ours", f"{our_mib:.1f} MiB above the memory held before the first step"]]
     other_mib = {}
@@ -305,12 +311,13 @@ def compare_memory(
     report.print_table(rows, left=2)
     if not other_mib:
         raise Fault("nothing to compare with: no variant could be started")
+    record["ours_mib"] = our_mib
+    if FLOAT32_SIDE in other_mib:
+        record["fp32_mib"] = fp32_mib = other_mib.pop(FLOAT32_SIDE)
+        print(f"ours in {options.precision} / ours in fp32 {our_mib / fp32_mib:.2f}")
+    if not other_mib:
+        return record
     smallest = min(other_mib, key=other_mib.get)
     ratio = other_mib[smallest] / our_mib
-    print(f"smallest of PyTorch / ours {ratio:.2f} ({smallest})")
-    return record | {
-        "ours_mib": our_mib,
-        "torch_mib": other_mib,
-        "least_variant": smallest,
-        "memory_ratio": ratio,
-    }
+    print(f"smallest of PyTorch / ours {ratio:.2f} ({smallest}), both in {options.precision}")
+    return record | {"torch_mib": other_mib, "least_variant": smallest, "memory_ratio": ratio}

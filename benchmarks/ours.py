@@ -77,6 +77,7 @@ def training_step_seconds(job, world, images, labels, count):
         batch_size=len(images),
         epochs=count + WARM_UP,
         max_iterations=count + WARM_UP,
+        precision=job.precision,
         plots="none",
         verbose="off",
     )
@@ -93,6 +94,7 @@ def side(
     ranks: int,
     threads: int | None = None,
     plain: bool = False,
+    precision: str | None = None,
     variables: dict[str, str] | None = None,
 ) -> turns.Side:
     """Start ranks of mpidl and return their Side.
@@ -111,11 +113,14 @@ def side(
         Threads of each rank. None means the option --threads.
     plain : bool
         Whether to compute the sums with MPI_Allreduce instead of the fold.
+    precision : str or None
+        Precision of the side. None means the option --precision.
     variables : dict or None
         Environment variables to add.
     """
-    if threads is not None:
-        options = argparse.Namespace(**vars(options) | {"threads": threads})
+    replaced = {"threads": threads, "precision": precision}
+    replaced = {key: value for key, value in replaced.items() if value is not None}
+    options = argparse.Namespace(**vars(options) | replaced)
     names = ("winograd", "batchnorm", "timeout")
     entries = {name: getattr(options, name) for name in names}
     entries |= {"plain": plain, "predict": getattr(options, "predict", False)}

@@ -78,7 +78,7 @@ def measure_parts(options: argparse.Namespace) -> dict | None:
             f"{outside['replayed']:.3f} ms"
         )
     versions = configuration.versions_of(world.transport.MPI.Get_library_version())
-    names = ("network", "batch_size", "threads", "winograd")
+    names = ("network", "batch_size", "threads", "precision", "winograd")
     return report.header(options, versions, *names) | {
         "ranks": world.size,
         "ms": ms,
@@ -182,7 +182,7 @@ def measure_scaling(options: argparse.Namespace) -> dict:
             fractions[name] = report.median(np.divide(times[name], seconds))
             rows.append([name, report.spread(seconds, 1e3), f"{fractions[name]:.3f}"])
         report.print_table(rows, left=3)
-    names = ("network", "batch_size", "threads", "winograd")
+    names = ("network", "batch_size", "threads", "precision", "winograd")
     return report.header(options, description["versions"], *names) | {
         "arithmetic": description["arithmetic"],
         "ms": {name: report.summary(seconds, 1e3) for name, seconds in times.items()},

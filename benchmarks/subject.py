@@ -19,7 +19,8 @@ from mpidl.ops import check
 from mpidl.ops.pool import windows
 
 CLASSES, RATE, MOMENTUM = 10, 0.01, 0.9
-TASK = ("network", "image", "batch_size", "seed", "threads")  # options that every side receives
+# options that every side receives
+TASK = ("network", "image", "batch_size", "seed", "threads", "precision")
 
 
 def network(
@@ -79,8 +80,10 @@ def pool_windows(layer, shape: Sequence[int]) -> Windows:
 
 
 def configure(options: argparse.Namespace) -> list[str]:
-    """Apply the options `threads` and `winograd` to this process. Return warnings to print."""
-    backends.configure(threads=options.threads, winograd=options.winograd)
+    """Apply `threads`, `winograd` and `precision` to this process. Return warnings to print."""
+    backends.configure(
+        threads=options.threads, winograd=options.winograd, precision=options.precision
+    )
     if options.threads > 1 and builds.kernels() is None:
         return [f"--threads {options.threads}: NumPy does the arithmetic here, on one thread"]
     return []
@@ -88,7 +91,8 @@ def configure(options: argparse.Namespace) -> list[str]:
 
 def print_head(options: argparse.Namespace, text: str, notes: Sequence[str] = ()) -> None:
     """Print the first line of a benchmark and its warnings."""
-    head = f"{options.network}, batch {options.batch_size}, {options.threads} thread(s) per rank"
+    head = f"{options.network}, batch {options.batch_size}, {options.precision}, "
+    head += f"{options.threads} thread(s) per rank"
     print("\n".join([f"{head}, {text}", *(f"warning: {note}" for note in notes)]), flush=True)
 
 

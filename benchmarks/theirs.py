@@ -37,10 +37,12 @@ def main(argv=None):
         }
 
     if job.predict:
-        scores = prediction.torch_pass(net, images, job.variant)
+        scores = prediction.torch_pass(net, images, job.variant, job.precision)
         prediction.serve(address, scores, labels, describe, implementations_in(scores))
         os._exit(0)
-    step = CpuStep(net, images[part], labels[part], job.variant, job.ranks)
+    step = CpuStep(
+        net, images[part], labels[part], job.variant, ranks=job.ranks, precision=job.precision
+    )
 
     def losses(count):
         values = [step() for _ in range(count)]
@@ -89,9 +91,9 @@ def _join_group(job):
 class CpuStep(torch_step.TorchStep):
     """PyTorch's training step on a CPU, in one of `ranks` processes."""
 
-    def __init__(self, net, images, labels, variant, ranks=1):
+    def __init__(self, net, images, labels, variant, *, ranks=1, precision="fp32"):
         self.ranks = ranks
-        super().__init__(net, images, labels, variant)
+        super().__init__(net, images, labels, variant, precision=precision)
 
     def build_objective(self):
         """Return the loss function; torch.compile compiles only the model."""

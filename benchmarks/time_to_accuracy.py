@@ -30,7 +30,7 @@ from mpidl.training.train import train
 
 PATIENCE = 3600.0  # maximum duration of a training run in seconds
 QUIET: dict[str, Any] = {"plots": "none", "verbose": "off", "verbose_every": 0}
-TASK = ("network", "data", "epochs", "threads", "accuracy", "seed")
+TASK = ("network", "data", "epochs", "threads", "precision", "accuracy", "seed")
 
 
 def main(options: argparse.Namespace) -> dict:
@@ -39,7 +39,8 @@ def main(options: argparse.Namespace) -> dict:
     torch_step.require("time_to_accuracy")
     cores = machine.cores_of(1, options.threads)[0]
     print(
-        f"{options.network}, {options.data}, {options.threads} thread(s) on cores {cores}, "
+        f"{options.network}, {options.data}, {options.precision}, {options.threads} thread(s) on "
+        f"cores {cores}, "
         f"schedule of {options.epochs} epochs, until the accuracy is {options.accuracy:g}",
         flush=True,
     )
@@ -121,6 +122,7 @@ def recipe(job: argparse.Namespace, seed: int) -> TrainingOptions:
         epochs=job.epochs,
         seed=seed,
         threads=job.threads,
+        precision=job.precision,
         partial_minibatch="discard",
         **QUIET,
     )

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import importlib.util
-from collections.abc import Collection
 
 import numpy as np
 
@@ -40,9 +39,12 @@ class TorchStep:
     images, labels : np.ndarray
         Images and labels of the mini-batch.
     variant : str
-        "eager", "channels_last", "compile", "graph" or "bf16", or several joined by "+".
+        "eager", "channels_last", "compile" or "graph", or several joined by "+".
     device : str
         "cpu" or "cuda".
+    precision : str
+        "bf16" computes the loss under torch.autocast, and the weights stay float32. "fp64"
+        computes everything in float64.
 
     Attributes
     ----------
@@ -59,16 +61,19 @@ class TorchStep:
         labels: np.ndarray,
         variant: str,
         device: str = "cpu",
+        precision: str = "fp32",
     ):
         import torch
 
-        self.words, self.device = variant.split("+"), device
+        self.words, self.device, self.precision = variant.split("+"), device, precision
         self.loss: torch.Tensor | None = None
         self.compiles = "compile" in self.words
         # torch.compile fuses better if no layer overwrites its input; eager mode gains nothing
         self.module = build_module(net, inplace=not self.compiles).to(device)
         self.images = torch.from_numpy(images).to(device)
         self.labels = torch.from_numpy(labels).to(device)
+        if precision == "fp64":
+            self.module, self.images = self.module.double(), self.images.double()
         if "channels_last" in self.words:
             self.module = self.module.to(memory_format=torch.channels_last)
             self.images = self.images.contiguous(memory_format=torch.channels_last)
@@ -99,7 +104,7 @@ class TorchStep:
 
     def precision_context(self):
         """Return the context manager in which the loss is computed."""
-        return autocast(self.words, self.device)
+        return autocast(self.precision, self.device)
 
     def step(self) -> None:
         """Run one step."""
@@ -125,13 +130,18 @@ class TorchStep:
             raise UserError("torch.compile compiled nothing and ran the layers one by one")
 
 
-def autocast(words: Collection[str], device: str = "cpu") -> contextlib.AbstractContextManager:
-    """Return torch.autocast to bfloat16 if a variant contains "bf16", or else an empty context."""
+def autocast(
+    precision: str, device: str = "cpu", cache: bool = True
+) -> contextlib.AbstractContextManager:
+    """Return torch.autocast to bfloat16 for the precision "bf16", or else an empty context.
+
+    `cache` is whether a weight is converted only once within the context.
+    """
     import torch
 
-    if "bf16" not in words:
+    if precision != "bf16":
         return contextlib.nullcontext()
-    return torch.autocast(device, dtype=torch.bfloat16)
+    return torch.autocast(device, dtype=torch.bfloat16, cache_enabled=cache)
 
 
 def cross_entropy(scores, labels):

@@ -162,7 +162,7 @@ class Model:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        scores = self.model(images.contiguous(memory_format=self.layout))
+        scores = self.scores(self.model, images)
         smoothing = options.label_smoothing
         torch.nn.functional.cross_entropy(scores, labels, label_smoothing=smoothing).backward()
         self.optimizer.step()
@@ -173,6 +173,11 @@ class Model:
                 share = 1 - options.average_decay
                 torch._foreach_lerp_(self.averages, self.parameters, share)
 
+    def scores(self, model, images):
+        """Return the float32 scores of a model that computes in the recipe's precision."""
+        with torch_step.autocast(self.options.precision):
+            return model(images.contiguous(memory_format=self.layout)).float()
+
     def accuracy(self, images, labels) -> float:
         """Return the accuracy of the averaged weights on normalized images."""
         torch, correct = self.torch, 0
@@ -182,10 +187,10 @@ class Model:
             if self.averages is not None:
                 torch._foreach_copy_(self.parameters, self.averages)
             for first in range(0, len(images), TEST_BATCH):
-                part = images[first : first + TEST_BATCH].contiguous(memory_format=self.layout)
-                scores = self.module(part)
+                part = images[first : first + TEST_BATCH]
+                scores = self.scores(self.module, part)
                 if self.options.test_flips == "x":
-                    scores = scores + self.module(part.flip(3))
+                    scores = scores + self.scores(self.module, part.flip(3))
                 correct += int((scores.argmax(1) == labels[first : first + TEST_BATCH]).sum())
             torch._foreach_copy_(self.parameters, weights)
         self.module.train()

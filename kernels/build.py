@@ -27,6 +27,7 @@ LIB = os.path.join(FOLDER, "lib")
 OBJECTS = os.path.join(os.path.dirname(FOLDER), "build", "kernels")
 PARSER = os.path.join(os.path.dirname(FOLDER), "mpidl", "backends", "declarations.py")
 exported = runpy.run_path(PARSER)["exported"]
+BF16 = "_bf16"  # the suffix of functions that are compiled for bfloat16
 
 # The kernels add and multiply in a fixed order. No flag may allow the compiler to change this
 # order.
@@ -38,7 +39,12 @@ FLAGS = (
 # Features are listed one by one because older compilers do not know -march=x86-64-v3.
 AVX2 = "-mavx2 -mfma -mbmi -mbmi2".split()
 AVX512 = "-mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mprefer-vector-width=512".split()
-BUILDS = {"x86-64-v4": [*AVX2, *AVX512], "x86-64-v3": AVX2, "generic": []}
+BUILDS = {
+    "x86-64-v4-bf16": [*AVX2, *AVX512, "-mavx512bf16"],
+    "x86-64-v4": [*AVX2, *AVX512],
+    "x86-64-v3": AVX2,
+    "generic": [],
+}
 SANITIZE = (
     "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1 -g"
 ).split()
@@ -135,8 +141,24 @@ def calls():
             ("POINTER({})" if p.is_pointer else formats[p.type]).format(i)
             for i, p in enumerate(parameters)
         ]
-        cases.append(f"case {number}: mpidl_{name}({', '.join(values)}); break;")
+        call = f"mpidl_{name}({', '.join(values)});"
+        if name.endswith(BF16):  # mpidl.h does not declare this function
+            types = ", ".join(p.type + " *" * p.is_pointer for p in parameters)
+            call = f"{{ extern void mpidl_{name}({types}); {call} }}"
+        cases.append(f"case {number}: {call} break;")
     return " ".join(cases)
+
+
+def compilations():
+    """Return (source, additional flags) of each object: some sources are compiled twice.
+
+    A source that uses the type `value` is compiled again with -DBF16, which renames its functions
+    of mpidl.h.
+    """
+    names = [name.removesuffix(BF16) for name in exported(read("mpidl.h")) if name.endswith(BF16)]
+    flags = ["-DBF16", *(f"-Dmpidl_{name}=mpidl_{name}{BF16}" for name in names)]
+    twice = [name for name in source_names() if re.search(r"\bvalue \*\w", read(name))]
+    return [(name, ()) for name in source_names()] + [(name, tuple(flags)) for name in twice]
 
 
 def _defines(name):
@@ -191,8 +213,9 @@ def _replaced(path):
         raise
 
 
-def _object(compiler, version, flags, name):
+def _object(compiler, version, flags, name, defines):
     """Compile a source unless its object exists; return the object's path and the warnings."""
+    flags = [*flags, *defines]
     key = repr([compiler, version, flags, sorted(_with_includes(name).items()), _defines(name)])
     stem = f"{name.removesuffix('.c')}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     out = os.path.join(OBJECTS, f"{stem}.o")
@@ -272,8 +295,8 @@ def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
         flags = {build: [*FLAGS, *BUILDS[build], *extra] for build in names}
         jobs = {
             build: [
-                pool.submit(_object, compiler, version, flags[build], name)
-                for name in source_names()
+                pool.submit(_object, compiler, version, flags[build], name, defines)
+                for name, defines in compilations()
             ]
             for build in names
         }

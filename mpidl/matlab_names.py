@@ -190,6 +190,7 @@ LIBRARY_NAMES: dict[str, str] = {
     "optim": "an optimizer, such as dl.SGDM or dl.AdamW",
     "DistributedDataParallel init_process_group": _RANKS,
     "no_grad": "not needed: only dl.value_and_grad computes gradients",
+    "autocast": 'precision="bf16" of dl.TrainingOptions, or dl.configure(precision="bf16")',
     "manual_seed set_seed": "seed= of dl.Network and dl.TrainingOptions",
     "fit": _TRAIN,
     "summary": "dl.analyze(net)",
@@ -226,7 +227,9 @@ NETWORK_ATTRIBUTES: dict[str, str] = {
     "backward zero_grad": _GRADIENT,
     "cuda cpu": 'world.use_device("gpu") or world.use_device("cpu"), after which dl.train moves '
     "networks",
-    "half float double bfloat16": "not needed: the learnables are float32",
+    "half float double": "not needed: the learnables are float32",
+    "bfloat16": 'not needed: the learnables are float32, and dl.configure(precision="bf16") '
+    "computes in bfloat16",
     "classes_": "net.classes",
     "InputSize": "net.input_shape",
     "Connections": "net.reads",

@@ -78,10 +78,10 @@ class GpuStep(torch_step.TorchStep):
     """
 
     def __init__(self, network, batch, variant, precision="fp32", image=None, device="cuda"):
-        self.precision, self.graph = precision, None
+        self.graph = None
         net = subject.network(network, image, dropout=False)
         images, labels = subject.mini_batch(net.input_shape, batch)
-        super().__init__(net, images, labels, variant, device)
+        super().__init__(net, images, labels, variant, device, precision)
         self._configure()
         self.first_losses = [self() for _ in range(3)]
         self.check_compiled()
@@ -106,14 +106,9 @@ class GpuStep(torch_step.TorchStep):
         torch.backends.cuda.matmul.allow_tf32 = self.precision == "tf32"
 
     def precision_context(self):
-        """Return torch.autocast as a context manager, enabled only for bf16."""
-        import torch
-
-        if self.precision != "bf16":
-            return super().precision_context()
+        """Return the context manager in which the loss is computed."""
         # a captured graph must not reuse casts from an earlier replay
-        cache = "graph" not in self.words
-        return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=cache)
+        return torch_step.autocast(self.precision, self.device, cache="graph" not in self.words)
 
     def step(self):
         """Run one step."""

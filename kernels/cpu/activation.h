@@ -1,5 +1,5 @@
-/* Batch normalization and activation of one channel of one block. Fused and separate passes call these
- * functions, so the results of both are equal bit for bit.
+/* Batch normalization and activation of one channel of one block. Fused and separate passes call
+ * these functions, so the results of both are equal bit for bit.
  *
  * A sum over pixels adds pixel i to accumulator i % 4, separately in each lane. The sum over lanes
  * uses the tree of lanes.h. Sums of values leave out unused lanes. Gradients are zero in unused
@@ -9,12 +9,14 @@
 
 #include <math.h>
 
-#include "lanes.h"
+#include "value.h"
 
-/* An input of a kernel. If mean is NULL, the input is x. Otherwise the input is min(max((x - mean) *
- * scale + beta, low), high) per channel, computed when it is read and never stored. */
+/* An input of a kernel. If mean is NULL, the input is x. Otherwise the input is the activation
+ * min(max((x - mean) * scale + beta, low), high) per channel, computed when it is read and never
+ * stored. */
 struct source {
-    const float *x, *mean, *scale, *beta;
+    const value *x;
+    const float *mean, *scale, *beta;
     float low, high; /* 0 and infinity for ReLU */
 };
 
@@ -33,7 +35,7 @@ INLINE struct norm norm_of(const struct source *s, int64_t channel) {
 /* The operations on a convolution's output before it is stored. `addend` (same layout as the
  * output, or NULL) is added, and then ReLU follows if `relu`. */
 struct finish {
-    const float *addend;
+    const value *addend;
     int relu;
 };
 
@@ -67,33 +69,36 @@ INLINE float lanes_total(const vec *parts) {
 
 INLINE vec four(const vec *a) { return (a[0] + a[1]) + (a[2] + a[3]); }
 
-/* Sum `rows` x `columns` pixels of 16 lanes. Rows are `stride` floats apart. Column j is added to
- * accumulator j % 4. */
-static inline float channel_sum(const float *x, int64_t rows, int64_t columns, int64_t stride) {
-    vec total[PARTS];
-    for (int p = 0; p < PARTS; p++) {
-        vec a[4] = {zero(), zero(), zero(), zero()};
-        for (int64_t r = 0; r < rows; r++) {
-            const float *row = x + r * stride + p * WIDTH;
-            int64_t j = 0;
-            for (; j + 4 <= columns; j += 4)
-                UNROLL for (int i = 0; i < 4; i++) a[i] += load(row + (j + i) * LANES);
-            for (int i = 0; j < columns; j++, i++) a[i] += load(row + j * LANES);
-        }
-        total[p] = four(a);
+/* Define a function that sums `rows` x `columns` pixels of 16 lanes. Rows are `stride` numbers apart.
+ * Column j is added to accumulator j % 4. */
+#define CHANNEL_SUM(name, number)                                                                  \
+    static inline float name(const number *x, int64_t rows, int64_t columns, int64_t stride) {     \
+        vec total[PARTS];                                                                          \
+        for (int p = 0; p < PARTS; p++) {                                                          \
+            vec a[4] = {zero(), zero(), zero(), zero()};                                           \
+            for (int64_t r = 0; r < rows; r++) {                                                   \
+                const number *row = x + r * stride + p * WIDTH;                                    \
+                int64_t j = 0;                                                                     \
+                for (; j + 4 <= columns; j += 4)                                                   \
+                    UNROLL for (int i = 0; i < 4; i++) a[i] += load(row + (j + i) * LANES);        \
+                for (int i = 0; j < columns; j++, i++) a[i] += load(row + j * LANES);              \
+            }                                                                                      \
+            total[p] = four(a);                                                                    \
+        }                                                                                          \
+        return lanes_total(total);                                                                 \
     }
-    return lanes_total(total);
-}
+CHANNEL_SUM(channel_sum, float)
+CHANNEL_SUM(channel_sum_of_halves, uint16_t)
 
 /* Compute the mean and M2 of a channel over `pixels` pixels of `valid` lanes. M2 is the sum of
  * squared differences from the rounded mean, corrected for the rounding of the mean. */
-static inline void channel_moments(const float *x, int64_t pixels, int valid, double *mean,
+static inline void channel_moments(const value *x, int64_t pixels, int valid, double *mean,
                                    double *m2) {
     vec total[PARTS], error[PARTS], square[PARTS];
     double count = (double)pixels * valid;
     for (int p = 0; p < PARTS; p++) {
         vec a[4] = {zero(), zero(), zero(), zero()};
-        const float *lane = x + p * WIDTH;
+        const value *lane = x + p * WIDTH;
         int64_t j = 0;
         for (; j + 4 <= pixels; j += 4)
             UNROLL for (int i = 0; i < 4; i++) a[i] += load(lane + (j + i) * LANES);
@@ -103,7 +108,7 @@ static inline void channel_moments(const float *x, int64_t pixels, int valid, do
     float about = (float)(lanes_total(total) / count);
     for (int p = 0; p < PARTS; p++) {
         vec e[4] = {zero(), zero(), zero(), zero()}, q[4] = {zero(), zero(), zero(), zero()};
-        const float *lane = x + p * WIDTH;
+        const value *lane = x + p * WIDTH;
         int64_t j = 0;
         for (; j + 4 <= pixels; j += 4) UNROLL for (int i = 0; i < 4; i++) {
                 vec d = load(lane + (j + i) * LANES) - splat(about);
@@ -124,14 +129,14 @@ static inline void channel_moments(const float *x, int64_t pixels, int valid, do
 /* Compute *sum, the sum of dz over a channel's pixels, and *product, the sum of dz * (x - mean). If
  * source->scale is NULL, dz is da. Otherwise dz is da at pixels whose normalized value is between
  * the limits of the activation, and 0 at the other pixels. x points to this channel. */
-static inline void channel_norm_sums(const float *da, const float *x, int64_t pixels,
+static inline void channel_norm_sums(const value *da, const value *x, int64_t pixels,
                                      const struct source *source, int64_t channel, double *sum,
                                      double *product) {
     vec sums[PARTS], products[PARTS];
     struct norm n = norm_of(source, channel);
     for (int p = 0; p < PARTS; p++) {
         vec s[4] = {zero(), zero(), zero(), zero()}, q[4] = {zero(), zero(), zero(), zero()};
-        const float *d = da + p * WIDTH, *v = x + p * WIDTH;
+        const value *d = da + p * WIDTH, *v = x + p * WIDTH;
 #define PIXEL(i, dz)                                                                               \
     {                                                                                              \
         vec z = dz;                                                                                \
@@ -144,7 +149,8 @@ static inline void channel_norm_sums(const float *da, const float *x, int64_t pi
         for (int i = 0; j + i < pixels; i++) PIXEL(i, dz)                                          \
     }
         if (source->scale)
-            PIXELS(activate_back(load(d + (j + i) * LANES), normalize(load(v + (j + i) * LANES), n), n))
+            PIXELS(activate_back(load(d + (j + i) * LANES),
+                                 normalize(load(v + (j + i) * LANES), n), n))
         else
             PIXELS(load(d + (j + i) * LANES))
 #undef PIXELS

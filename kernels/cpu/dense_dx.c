@@ -182,8 +182,8 @@ void mpidl_dense_dx(const float *dy, const float *x, const float *mean, const fl
                     const float *beta, float low, float high, const float *weight, float *dx,
                     double *sums, const int64_t *tree, int64_t features, int64_t channels,
                     int64_t outputs) {
-    struct dense d = backward_of((struct source){x, mean, scale, beta, low, high}, dy, tree, features,
-                                 channels, outputs);
+    const struct source source = {x, mean, scale, beta, low, high};
+    struct dense d = backward_of(source, dy, tree, features, channels, outputs);
     d.weight = weight, d.dx = dx, d.sums = sums;
     struct job job = {&d, dense_tile(&d), MANY_BLOCKS, parts_of(d.blocks, MANY_BLOCKS)};
     each_tile(parts_of(features, job.tile) * job.groups, dx_tile, &job, 0);

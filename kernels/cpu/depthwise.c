@@ -2,8 +2,6 @@
 
 #include "mpidl.h"
 
-typedef float value;
-
 enum { LEAVES = 3 };             /* scratch slot */
 enum { BAND_BYTES = 32 << 10 };  /* size of the copy of a band of x; a band has at least one row */
 enum { MOST_TAPS = 5 };          /* of a row of the filter */
@@ -153,7 +151,7 @@ INLINE void dweight_tile(const float *dy, int64_t dy_row, const float *x, int64_
 }
 
 struct pass {
-    struct pointwise job;
+    struct arguments job;
     int64_t band;                /* rows of y in a band */
     int64_t x_columns, x_rows;   /* size of the copy of a band of x */
     int64_t dy_columns, dy_rows; /* and of dy */
@@ -208,10 +206,11 @@ static void bring_x(const struct pass *pass, struct window *w, int64_t channel, 
     const int64_t rows =
         extend(w, (stop - 1) * c->stride_h + c->R, c->top, c->H, &first, &to);
     to.columns = pass->x_columns;
-    fill_source(&to, channel, &pass->job.x, x + first * c->W * LANES, rows, c->W, 0, c->left);
+    fill_source(&to, channel, &pass->job.x, x + first * c->W * LANES,
+                (struct picture){.height = rows, .width = c->W, .left = c->left});
 }
 
-static struct pass pass_of(const struct pointwise *job) {
+static struct pass pass_of(const struct arguments *job) {
     const struct conv *c = &job->c;
     struct pass pass = {.job = *job};
     pass.x_columns = most(c->W + c->left, (c->Q - 1) * c->stride_w + c->S);
@@ -232,7 +231,7 @@ static struct window window_at(float *memory, int64_t rows, int64_t columns) {
 
 static void forward_channel(const struct pass *pass, int64_t block, int64_t k,
                             struct window window) {
-    const struct pointwise *job = &pass->job;
+    const struct arguments *job = &pass->job;
     const struct conv *c = &job->c;
     const int64_t channel = block * c->K + k, y_row = c->Q * LANES;
     const value *x = job->x.x + channel * c->H * c->W * LANES;
@@ -274,7 +273,7 @@ static void forward_block(const struct team *team, void *argument, int64_t block
     }
 }
 
-void depthwise_forward(const struct pointwise *job, int64_t blocks) {
+void depthwise_forward(const struct arguments *job, int64_t blocks) {
     struct pass pass = pass_of(job);
     each_block(blocks, forward_block, &pass, 0, window_floats(pass.x_rows, pass.x_columns));
 }
@@ -288,7 +287,7 @@ enum { WEIGHT_SUMS = 2 * LANES * LANES, BIAS_SUMS = 4 * LANES };
 /* Set the size of the copy of dy, with the zeros around dy that dx reads. If dx overwrites dy, rows
  * of dx may not be ahead of rows of dy. */
 static void lay_out_dy(struct pass *pass) {
-    const struct pointwise *job = &pass->job;
+    const struct arguments *job = &pass->job;
     const struct conv *c = &job->c;
     if (job->dx == job->dy.dy && c->stride_h > 1) {
         pass->band = c->P;
@@ -309,7 +308,7 @@ static void lay_out_dy(struct pass *pass) {
  * rows before `first`. */
 static void bring_dy(const struct pass *pass, struct window *w, int64_t block, int64_t k,
                      int64_t first, int64_t stop) {
-    const struct pointwise *job = &pass->job;
+    const struct arguments *job = &pass->job;
     const struct conv *c = &job->c;
     int64_t row;
     struct padded to;
@@ -318,7 +317,8 @@ static void bring_dy(const struct pass *pass, struct window *w, int64_t block, i
     const int64_t at = ((block * c->K + k) * c->P + row) * c->Q * LANES;
     to.columns = pass->dy_columns;
     fill_gradient(&to, k, &job->dy, job->dy.dy + at, job->dy.y.mean ? job->dy.y.x + at : NULL,
-                  job->counts[block], rows, c->Q, 0, pass->left);
+                  job->counts[block],
+                  (struct picture){.height = rows, .width = c->Q, .left = pass->left});
 }
 
 /* Add rows of dy to the four accumulators of channel_sum. */
@@ -361,7 +361,7 @@ static void add_to_weights(const struct conv *c, const struct window *dy, const 
 /* Compute row h of dx. */
 static void compute_dx(const struct pass *pass, const struct window *dy, int64_t k, int64_t h,
                        value *out) {
-    const struct pointwise *job = &pass->job;
+    const struct arguments *job = &pass->job;
     const struct conv *c = &job->c;
     const int64_t r = (h + c->top) % c->stride_h; /* the first of the filter's rows that reach h */
     const float *in = row_at(dy, (h + c->top) / c->stride_h + pass->before) + pass->left * LANES;
@@ -396,7 +396,7 @@ static void finish_leaf(const struct conv *c, int64_t k, const float *sums, floa
 
 static void backward_channel(const struct pass *pass, int64_t block, int64_t k, struct window dy,
                              struct window x, float *sums, float *leaf) {
-    const struct pointwise *job = &pass->job;
+    const struct arguments *job = &pass->job;
     const struct conv *c = &job->c;
     const int64_t pixels = c->H * c->W * LANES, at = (block * c->C + k) * pixels;
     value *dx = job->dx ? job->dx + at : NULL;
@@ -440,7 +440,7 @@ static void backward_block(const struct team *team, void *argument, int64_t bloc
     if (leaf) leaf_done(team, pass->leaves, block);
 }
 
-void depthwise_backward(const struct pointwise *job, int64_t blocks) {
+void depthwise_backward(const struct arguments *job, int64_t blocks) {
     const struct conv *c = &job->c;
     struct leaves leaves;
     struct pass pass = pass_of(job);

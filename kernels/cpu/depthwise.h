@@ -8,12 +8,12 @@
 #ifndef MPIDL_DEPTHWISE_H
 #define MPIDL_DEPTHWISE_H
 
-#include "pointwise.h"
+#include "conv.h"
 
 /* Return whether these functions can compute the passes of this shape. */
 int is_depthwise(const struct conv *c);
 
-void depthwise_forward(const struct pointwise *job, int64_t blocks);
-void depthwise_backward(const struct pointwise *job, int64_t blocks);
+void depthwise_forward(const struct arguments *job, int64_t blocks);
+void depthwise_backward(const struct arguments *job, int64_t blocks);
 
 #endif

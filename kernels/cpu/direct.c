@@ -11,8 +11,8 @@
 
 /* Compute X pixels of a row for K outputs. */
 INLINE void tile(const float *in, const int32_t *offset, int64_t taps, const float *w,
-                 const float *bias, struct finish finish, float *out, int64_t out_channel,
-                 int64_t out_pixel, const int X, const int K) {
+                 const float *bias, struct finish finish, value *out, int64_t out_channel,
+                 int64_t out_pixel, const int X, const int K, const int pairs) {
     for (int part = 0; part < LANES; part += WIDTH) {
         vec sum[OUTPUTS][PIXELS];
         UNROLL for (int k = 0; k < K; k++) UNROLL for (int i = 0; i < X; i++) sum[k][i] =
@@ -24,7 +24,8 @@ INLINE void tile(const float *in, const int32_t *offset, int64_t taps, const flo
             UNROLL for (int i = 0; i < X; i++) x[i] = load(pixel + i * LANES);
             UNROLL for (int k = 0; k < K; k++) {
                 vec f = splat(weight[k]);
-                UNROLL for (int i = 0; i < X; i++) sum[k][i] = muladd(f, x[i], sum[k][i]);
+                UNROLL for (int i = 0; i < X; i++) sum[k][i] =
+                    pairs ? add_words(f, x[i], sum[k][i]) : muladd(f, x[i], sum[k][i]);
             }
         }
         if (finish.addend)
@@ -37,13 +38,15 @@ INLINE void tile(const float *in, const int32_t *offset, int64_t taps, const flo
 }
 
 typedef void tile_kernel(const float *, const int32_t *, int64_t, const float *, const float *,
-                         struct finish, float *, int64_t, int64_t);
-#define TILE(X, K)                                                                                 \
-    static void tile_##X##x##K(const float *in, const int32_t *offset, int64_t taps,               \
-                               const float *w, const float *bias, struct finish finish,            \
-                               float *out, int64_t channel, int64_t pixel) {                       \
-        tile(in, offset, taps, w, bias, finish, out, channel, pixel, X, K);                        \
+                         struct finish, value *, int64_t, int64_t);
+#define TILE_OF(name, X, K, pairs)                                                                 \
+    static void name##X##x##K(const float *in, const int32_t *offset, int64_t taps,                \
+                              const float *w, const float *bias, struct finish finish, value *out, \
+                              int64_t channel, int64_t pixel) {                                    \
+        tile(in, offset, taps, w, bias, finish, out, channel, pixel, X, K, pairs);                 \
     }
+#define TILE(X, K) TILE_OF(tile_, X, K, 0)
+#define PAIRS_TILE(X, K) TILE_OF(pairs_, X, K, 1)
 
 /* Define kernel(X, K) for each width X and number of outputs K, and a table of these functions. */
 #define ROW_OF(kernel, X) kernel(X, 1) kernel(X, 2) kernel(X, 3) kernel(X, 4)
@@ -61,6 +64,12 @@ typedef void tile_kernel(const float *, const int32_t *, int64_t, const float *,
 
 DEFINE(TILE)
 static tile_kernel *const tiles[PIXELS][OUTPUTS] = TABLE(tile_);
+#if PER_WORD == 2
+DEFINE(PAIRS_TILE)
+static tile_kernel *const pairs_tiles[PIXELS][OUTPUTS] = TABLE(pairs_);
+#else
+#define pairs_tiles tiles /* no copy has pairs */
+#endif
 
 void direct_rows(const struct team *team, const struct direct *d) {
     /* the widths of tiles differ by at most one pixel: 32 = 6 + 6 + 5 + 5 + 5 + 5 */
@@ -74,22 +83,31 @@ void direct_rows(const struct team *team, const struct direct *d) {
                 int64_t high = least(d->outputs - k, OUTPUTS), at = pixel + k * d->out_channel;
                 struct finish finish = d->finish;
                 if (finish.addend) finish.addend += at;
-                tiles[width - 1][high - 1](in, d->offset, d->taps, d->weight + k * d->taps,
-                                           d->bias ? d->bias + k : NULL, finish, d->out + at,
-                                           d->out_channel, d->out_pixel);
+                tile_kernel *kernel = (d->pairs ? pairs_tiles : tiles)[width - 1][high - 1];
+                kernel(in, d->offset, d->taps, d->weight + k * d->taps,
+                       d->bias ? d->bias + k : NULL, finish, d->out + at, d->out_channel,
+                       d->out_pixel);
             }
         }
         tick();
     }
 }
 
-void pack_weights(float *out, const float *weight, int64_t outputs, int64_t output_stride,
-                  int64_t taps, const int32_t *index) {
+void pack_weights(enum form form, float *out, const float *weight, int64_t outputs,
+                  int64_t output_stride, int64_t taps, const int32_t *index) {
     for (int64_t k = 0; k < outputs; k += OUTPUTS) {
         int64_t high = least(outputs - k, OUTPUTS);
         for (int64_t t = 0; t < taps; t++)
-            for (int64_t i = 0; i < high; i++)
-                *out++ = weight[(k + i) * output_stride + index[t]];
+            for (int64_t i = 0; i < high; i++) {
+                const float *of_output = weight + (k + i) * output_stride;
+                if (form == PAIRS) {
+                    const int32_t *pair = index + 2 * t;
+                    *out++ = word_of(of_output[pair[0]], pair[1] < 0 ? 0 : of_output[pair[1]]);
+                } else {
+                    *out++ = form == ROUNDED ? word_of(0, of_output[index[t]])
+                                             : of_output[index[t]];
+                }
+            }
     }
 }
 

@@ -8,12 +8,13 @@
 #include "mpidl.h"
 #include "special.h"
 #include "team.h"
+#include "value.h"
 
 enum { GROUP = 8, GROUPS = 128, ROUNDS = 10 }; /* GROUPS: number of groups per tile */
 
 struct job {
-    const float *x;
-    float *y;
+    const value *x;
+    value *y;
     const int64_t *samples;
     int64_t rows, tiles; /* rows and tiles per block */
     int32_t threshold;
@@ -74,8 +75,8 @@ static void dropout_tile(void *argument, int64_t tile, float *own) {
                    *(const uvec *)(high + part), (uvec){0} + job->epoch, job->key, words);
             int64_t at = (block * job->rows + group * GROUP) * LANES + part;
             int64_t left = job->rows - group * GROUP;
-            const float *x = job->x + at;
-            float *y = job->y + at;
+            const value *x = job->x + at;
+            value *y = job->y + at;
 #define ELEMENT(i)                                                                                 \
     {                                                                                              \
         ivec drawn = (ivec)(words[i / 2] << (i % 2 ? 0 : 16) >> 16);                               \
@@ -89,7 +90,7 @@ static void dropout_tile(void *argument, int64_t tile, float *own) {
         }
 }
 
-void mpidl_dropout(const float *x, float *y, const int64_t *samples, int64_t blocks, int64_t rows,
+void mpidl_dropout(const value *x, value *y, const int64_t *samples, int64_t blocks, int64_t rows,
                    int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1) {
     struct job job = {.x = x,
                       .y = y,

@@ -6,15 +6,16 @@
 enum { ROWS = 1024 }; /* rows of a tile; a row is the 16 lanes of a pixel */
 
 struct job {
-    const float *x, *dy;
-    float *out, a, b;
+    const value *x, *dy;
+    value *out;
+    float *products, a, b;
     const float *slope;
     int64_t rows, channels, pixels, slopes;
 };
 
-/* Define a tile function that sets `out` to an expression in x, dy, a and b. Elements of dy are
+/* Define a tile function that sets `out`, a member of the job, to an expression in x, dy, a and b. Elements of dy are
  * loaded only by expressions that use DY. */
-#define EACH_ELEMENT(name, ...)                                                                    \
+#define EACH_ELEMENT(name, out, ...)                                                                    \
     static void name(void *argument, int64_t tile, float *own) {                                   \
         const struct job *job = argument;                                                          \
         (void)own;                                                                                 \
@@ -29,10 +30,10 @@ struct job {
 #define DY load(job->dy + i)
 
 #define TILES(name)                                                                                \
-    EACH_ELEMENT(name##_tile, name##_y(x, a, b))                                                   \
-    EACH_ELEMENT(name##_dx_tile, name##_dx(DY, x, a, b))
+    EACH_ELEMENT(name##_tile, out, name##_y(x, a, b))                                                   \
+    EACH_ELEMENT(name##_dx_tile, out, name##_dx(DY, x, a, b))
 EACH_FUNCTION(TILES)
-EACH_ELEMENT(prelu_products_tile, choose(x > 0, zero(), DY * x))
+EACH_ELEMENT(prelu_products_tile, products, choose(x > 0, zero(), DY * x))
 
 #define ROW(name) {#name, name##_tile, name##_dx_tile},
 static const struct {
@@ -46,7 +47,7 @@ static void each_row(tile_work *work, struct job job, int64_t rows) {
     each_tile((rows + ROWS - 1) / ROWS, work, &job, 0);
 }
 
-int64_t mpidl_elementwise(const char *function, const float *x, const float *dy, float *out,
+int64_t mpidl_elementwise(const char *function, const value *x, const value *dy, value *out,
                           float a, float b, int64_t rows) {
     struct job job = {.x = x, .dy = dy, .out = out, .a = a, .b = b};
     for (int i = 0; i < COUNT; i++)
@@ -63,7 +64,7 @@ static void prelu_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     (void)own;
     /* in the forward pass, where dy is NULL, the slope multiplies x */
-    const float *positive = job->dy ? job->dy : job->x;
+    const value *positive = job->dy ? job->dy : job->x;
     vec slope = splat(job->slope[tile % job->slopes]);
     int64_t stop = (tile + 1) * job->pixels * LANES;
     for (int64_t i = tile * job->pixels * LANES; i < stop; i += WIDTH) {
@@ -76,28 +77,19 @@ static void each_channel(struct job job, int64_t blocks, int64_t channels) {
     each_tile(blocks * channels, prelu_tile, &job, 0);
 }
 
-void mpidl_prelu(const float *x, const float *slope, int64_t slopes, float *y, int64_t blocks,
+void mpidl_prelu(const value *x, const float *slope, int64_t slopes, value *y, int64_t blocks,
                  int64_t channels, int64_t pixels) {
     struct job job = {.x = x, .out = y, .slope = slope, .slopes = slopes, .pixels = pixels};
     each_channel(job, blocks, channels);
 }
 
-void mpidl_prelu_dx(const float *dy, const float *x, const float *slope, int64_t slopes, float *dx,
+void mpidl_prelu_dx(const value *dy, const value *x, const float *slope, int64_t slopes, value *dx,
                     int64_t blocks, int64_t channels, int64_t pixels) {
     struct job job = {
         .x = x, .dy = dy, .out = dx, .slope = slope, .slopes = slopes, .pixels = pixels};
     each_channel(job, blocks, channels);
 }
 
-void mpidl_prelu_products(const float *dy, const float *x, float *products, int64_t rows) {
-    each_row(prelu_products_tile, (struct job){.x = x, .dy = dy, .out = products}, rows);
+void mpidl_prelu_products(const value *dy, const value *x, float *products, int64_t rows) {
+    each_row(prelu_products_tile, (struct job){.x = x, .dy = dy, .products = products}, rows);
 }
-
-void mpidl_copy(const float *from, float *to, int64_t floats) {
-    int64_t i = 0;
-    for (; i + 4 * WIDTH <= floats; i += 4 * WIDTH)
-        UNROLL for (int j = 0; j < 4; j++) store(to + i + j * WIDTH, load(from + i + j * WIDTH));
-    for (; i < floats; i++) to[i] = from[i];
-}
-
-void mpidl_zero(float *to, int64_t floats) { memset(to, 0, (size_t)floats * sizeof(float)); }

@@ -1,5 +1,5 @@
 /* The sum of two values, optionally followed by ReLU, as at the end of a residual block, and the
- * gradient. Each value may be a batch normalization, optionally with an activation, that is not stored. */
+ * gradient. Each value may be a batch normalization and an activation that are not stored. */
 #include "activation.h"
 #include "fold.h"
 #include "mpidl.h"
@@ -9,8 +9,8 @@ enum { ROWS = 1024 }; /* minimum number of pixels per tile, if there are that ma
 
 struct job {
     struct source a, b;
-    const float *dy, *more_dy, *y;
-    float *out;
+    const value *dy, *more_dy, *y;
+    value *out;
     int relu; /* whether ReLU follows the sum */
     double *sums[2];
     int64_t channels, pixels, all; /* `all`: channels of all blocks together */
@@ -27,7 +27,7 @@ static void each_group(tile_work *work, struct job *job, int64_t blocks) {
     for (int64_t number = tile * job->group; number < least(job->all, (tile + 1) * job->group);    \
          number++)
 
-INLINE vec value(vec x, int is_normalized, struct norm n) {
+INLINE vec read_addend(vec x, int is_normalized, struct norm n) {
     return is_normalized ? activate(x, n) : x;
 }
 
@@ -35,12 +35,12 @@ INLINE void add_channel(const struct job *job, int64_t number, const int a_norma
                         const int b_normalized) {
     const int64_t channel = number % job->channels, first = number * job->pixels * LANES;
     const int64_t stop = first + job->pixels * LANES;
-    const float *x = job->a.x, *y = job->b.x;
+    const value *x = job->a.x, *y = job->b.x;
     const struct norm a = norm_of(&job->a, channel), b = norm_of(&job->b, channel);
     const vec floor = floor_of((struct finish){NULL, job->relu});
     for (int64_t i = first; i < stop; i += WIDTH)
-        store(job->out + i, larger(floor, value(load(x + i), a_normalized, a) +
-                                              value(load(y + i), b_normalized, b)));
+        store(job->out + i, larger(floor, read_addend(load(x + i), a_normalized, a) +
+                                              read_addend(load(y + i), b_normalized, b)));
 }
 
 static void add_tile(void *argument, int64_t tile, float *own) {
@@ -55,9 +55,9 @@ static void add_tile(void *argument, int64_t tile, float *own) {
     }
 }
 
-void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const float *a_beta,
-               float a_low, float a_high, const float *b, const float *b_mean, const float *b_scale,
-               const float *b_beta, float b_low, float b_high, float *y, int64_t relu,
+void mpidl_add(const value *a, const float *a_mean, const float *a_scale, const float *a_beta,
+               float a_low, float a_high, const value *b, const float *b_mean, const float *b_scale,
+               const float *b_beta, float b_low, float b_high, value *y, int64_t relu,
                int64_t blocks, int64_t channels, int64_t pixels) {
     struct job job = {.a = {a, a_mean, a_scale, a_beta, a_low, a_high},
                       .b = {b, b_mean, b_scale, b_beta, b_low, b_high},
@@ -94,8 +94,8 @@ static void add_relu_dx_tile(void *argument, int64_t tile, float *own) {
     EACH_CHANNEL(job, tile, number) add_relu_dx_channel(job, number);
 }
 
-void mpidl_add_relu_dx(const float *dy, const float *more_dy, const float *y, float *dz,
-                       const float *a, const float *a_mean, double *a_sums, const float *b,
+void mpidl_add_relu_dx(const value *dy, const value *more_dy, const value *y, value *dz,
+                       const value *a, const float *a_mean, double *a_sums, const value *b,
                        const float *b_mean, double *b_sums, int64_t blocks, int64_t channels,
                        int64_t pixels, const int64_t *tree) {
     struct job job = {.a = {.x = a, .mean = a_mean},

@@ -20,8 +20,8 @@ enum {
 #define APART static __attribute__((noinline))
 
 struct job {
-    const float *x, *dy;
-    float *out;
+    const value *x, *dy;
+    value *out;
     const struct windows *windows; /* of the max pooling that follows, with its argmax */
     uint8_t *argmax;
     int64_t channels, pixels, runs, before, behind;
@@ -47,7 +47,7 @@ INLINE vec power(vec d, double beta, vec *ratio) {
 
 /* Return k + a * (sum of squares over `count` channels). x points to the first channel. Prefetch the
  * next channel. */
-INLINE vec denominator(const struct job *job, const float *x, int64_t count, int64_t stride) {
+INLINE vec denominator(const struct job *job, const value *x, int64_t count, int64_t stride) {
     __builtin_prefetch(x + count * stride);
     vec sum = zero();
     EIGHT_TIMES for (int64_t c = 0; c < count; c++) {
@@ -72,7 +72,7 @@ INLINE struct channels around(const struct job *job, int64_t c, int64_t before, 
     int64_t floats = least(RUN, (job)->pixels - first) * LANES;                                    \
     int64_t at = (tile) / (job)->runs * (job)->channels * stride + first * LANES
 
-INLINE void forward_pixels(const float *x, float *y, const struct job *job, int64_t floats,
+INLINE void forward_pixels(const value *x, value *y, const struct job *job, int64_t floats,
                            int64_t stride, int64_t own, int64_t count, double beta) {
     for (int64_t i = 0; i < floats; i += WIDTH) {
         vec d = denominator(job, x + i, count, stride);
@@ -82,8 +82,8 @@ INLINE void forward_pixels(const float *x, float *y, const struct job *job, int6
 
 /* Normalize pixels of channel c. `x` points to the pixels in channel 0. The usual window and beta
  * are passed as constants, so that the loop contains neither another loop nor a function call. */
-APART void forward_channel(const struct job *argument, const float *x, int64_t c, int64_t floats,
-                           float *y) {
+APART void forward_channel(const struct job *argument, const value *x, int64_t c, int64_t floats,
+                           value *y) {
     const struct job copy = *argument, *job = &copy;
     int64_t stride = job->pixels * LANES;
     struct channels w = around(job, c, job->before, job->behind);
@@ -120,7 +120,7 @@ INLINE float *row_of(const struct job *job, float *ring, int64_t c) {
     return ring + (c & job->mask) * RUN * LANES;
 }
 
-INLINE void products_of_pixels(const float *x, const float *dy, float *terms, float *products,
+INLINE void products_of_pixels(const value *x, const value *dy, float *terms, float *products,
                                const struct job *job, int64_t floats, int64_t stride, int64_t own,
                                int64_t count, double beta) {
     for (int64_t i = 0; i < floats; i += WIDTH) {
@@ -133,12 +133,12 @@ INLINE void products_of_pixels(const float *x, const float *dy, float *terms, fl
 
 /* Compute the rows of channel c in the rings. `x` and `dx` point to the tile's pixels in channel 0.
  */
-APART void products_of_channel(const struct job *argument, const float *x, const float *dy,
-                               int64_t c, int64_t floats, struct rings rings, float *dx) {
+APART void products_of_channel(const struct job *argument, const value *x, const value *dy,
+                               int64_t c, int64_t floats, struct rings rings, value *dx) {
     const struct job copy = *argument, *job = &copy;
     int64_t stride = job->pixels * LANES;
     struct channels w = around(job, c, job->before, job->behind);
-    const float *next = dx + most(0, c - job->before) * stride; /* prefetch what is written next */
+    const value *next = dx + most(0, c - job->before) * stride; /* prefetch what is written next */
     for (int64_t i = 0; i < floats; i += LANES) __builtin_prefetch(next + i, 1);
     float *products = row_of(job, rings.products, c), *terms = row_of(job, rings.terms, c);
     int64_t own = (c - w.low) * stride, count = w.high - w.low;
@@ -153,7 +153,7 @@ APART void products_of_channel(const struct job *argument, const float *x, const
 
 /* Compute dx = term - factor * x * sum, where sum adds up the products of channels [w.low,
  * w.high). If a ReLU computed x, also apply its gradient. */
-INLINE void sum_of_pixels(const float *x, const float *terms, float *dx, const float *ring,
+INLINE void sum_of_pixels(const value *x, const float *terms, value *dx, const float *ring,
                           const struct job *job, int64_t floats, int64_t low, int64_t count,
                           int relu) {
     for (int64_t i = 0; i < floats; i += WIDTH) {
@@ -167,8 +167,8 @@ INLINE void sum_of_pixels(const float *x, const float *terms, float *dx, const f
 
 /* If the sum of channel c - job->before is complete when channel c is, compute dx of this channel.
  * `x` and `dx` point to the tile's pixels in channel 0. */
-APART void sum_of_channel(const struct job *argument, const float *x, int64_t c, int64_t floats,
-                          int relu, struct rings rings, float *dx) {
+APART void sum_of_channel(const struct job *argument, const value *x, int64_t c, int64_t floats,
+                          int relu, struct rings rings, value *dx) {
     const struct job copy = *argument, *job = &copy;
     int64_t complete = c - job->before, stride = job->pixels * LANES;
     if (complete < 0) return;
@@ -185,7 +185,7 @@ static void norm_dx_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     TILE(job, tile);
     struct rings rings = rings_at(job, own);
-    const float *x = job->x + at;
+    const value *x = job->x + at;
     for (int64_t c = 0; c < job->channels + job->before; c++) {
         if (c < job->channels)
             products_of_channel(job, x, job->dy + at + c * stride, c, floats, rings,
@@ -205,12 +205,13 @@ static void norm_max_pool_tile(void *argument, int64_t tile, float *own) {
     struct span first = span_of(p0, w->stride_h, w->top, w->R, w->H),
                 last = span_of(p1 - 1, w->stride_h, w->top, w->R, w->H);
     int64_t h0 = first.start + first.first, h1 = last.start + last.stop, block = tile / job->runs;
-    const float *x = job->x + (block * w->C * w->H + h0) * w->W * LANES;
+    const value *x = job->x + (block * w->C * w->H + h0) * w->W * LANES;
+    value *normalized = (value *)own;
     for (int64_t c = 0; c < w->C; c++) {
-        forward_channel(job, x, c, (h1 - h0) * w->W * LANES, own);
+        forward_channel(job, x, c, (h1 - h0) * w->W * LANES, normalized);
         int64_t out = ((block * w->C + c) * w->P + p0) * w->Q * LANES;
         for (int64_t part = 0; part < LANES; part += WIDTH) {
-            struct channel channel = {.x = own + part, .first = h0};
+            struct channel channel = {.x = normalized + part, .first = h0};
             max_pool(w, &channel, 0, p0, p1, job->out + out + part, job->argmax + out + part);
         }
     }
@@ -228,7 +229,7 @@ static void norm_max_pool_relu_dx_tile(void *argument, int64_t tile, float *own)
     int64_t floats = (h1 - h) * (v1 - v) * LANES, pooled = w->P * w->Q * LANES;
     int64_t at = ((block * w->C * w->H + h) * w->W + v) * LANES;
     struct rings rings = rings_at(job, own);
-    float *dy = own + 2 * (job->mask + 1) * RUN * LANES;
+    value *dy = (value *)(own + 2 * (job->mask + 1) * RUN * LANES);
     for (int64_t c = 0; c < w->C + job->before; c++) {
         if (c < w->C) {
             int64_t from = (block * w->C + c) * pooled;
@@ -241,7 +242,7 @@ static void norm_max_pool_relu_dx_tile(void *argument, int64_t tile, float *own)
     }
 }
 
-static struct job job_of(const float *x, float *out, int64_t channels, int64_t pixels,
+static struct job job_of(const value *x, value *out, int64_t channels, int64_t pixels,
                          int64_t window, double alpha, double beta, double k) {
     struct job job = {.x = x,
                       .out = out,
@@ -258,14 +259,14 @@ static struct job job_of(const float *x, float *out, int64_t channels, int64_t p
     return job;
 }
 
-void mpidl_cross_channel_norm(const float *x, float *y, int64_t blocks, int64_t channels,
+void mpidl_cross_channel_norm(const value *x, value *y, int64_t blocks, int64_t channels,
                               int64_t pixels, int64_t window, double alpha, double beta,
                               double k) {
     struct job job = job_of(x, y, channels, pixels, window, alpha, beta, k);
     each_tile(blocks * job.runs, norm_tile, &job, 0);
 }
 
-void mpidl_cross_channel_norm_dx(const float *dy, const float *x, float *dx, int64_t blocks,
+void mpidl_cross_channel_norm_dx(const value *dy, const value *x, value *dx, int64_t blocks,
                                  int64_t channels, int64_t pixels, int64_t window, double alpha,
                                  double beta, double k) {
     struct job job = job_of(x, dx, channels, pixels, window, alpha, beta, k);
@@ -273,7 +274,7 @@ void mpidl_cross_channel_norm_dx(const float *dy, const float *x, float *dx, int
     each_tile(blocks * job.runs, norm_dx_tile, &job, 2 * (job.mask + 1) * RUN * LANES);
 }
 
-void mpidl_norm_max_pool(const float *x, float *y, uint8_t *argmax, int64_t blocks,
+void mpidl_norm_max_pool(const value *x, value *y, uint8_t *argmax, int64_t blocks,
                          const int64_t *shape, int64_t window, double alpha, double beta,
                          double k) {
     const struct windows *w = (const struct windows *)shape;
@@ -286,7 +287,7 @@ void mpidl_norm_max_pool(const float *x, float *y, uint8_t *argmax, int64_t bloc
     each_tile(blocks * job.runs, norm_max_pool_tile, &job, most_rows * w->W * LANES);
 }
 
-void mpidl_norm_max_pool_relu_dx(const float *dy, const uint8_t *argmax, const float *x, float *dz,
+void mpidl_norm_max_pool_relu_dx(const value *dy, const uint8_t *argmax, const value *x, value *dz,
                                  int64_t blocks, const int64_t *shape, int64_t window,
                                  double alpha, double beta, double k) {
     const struct windows *w = (const struct windows *)shape;

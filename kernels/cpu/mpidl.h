@@ -1,17 +1,23 @@
 /* Functions that the library exports. mpidl/backends/cpu/builds.py reads their names and argument
  * types from this file. An argument is an int64_t, double or float, a pointer to one of these types
- * or to int32_t or uint8_t, or a function without arguments. A result is a number or a string. A
+ * or to int32_t, uint8_t or uint16_t, or a function without arguments. A result is a number or a string. A
  * pointer may be NULL only if its comment says so. Python checks the arguments. A function fails
  * only if the system refuses scratch memory. In this case the function sets mpidl_missing_bytes,
  * and the results are undefined.
  *
+ * A function with arguments of the type `value` exists twice: `mpidl_relu` reads and writes float
+ * arrays, and `mpidl_relu_bf16` bfloat16 arrays (see value.h). Only the first is declared here; an
+ * array of uint16_t holds bfloat16 numbers, too.
+ *
  * x has the shape (blocks, C, H, W, 16). A "source" is an input of a kernel. If its `mean` is NULL,
- * the source is `x`. Otherwise the source is max(0, (x - mean) * scale + beta) per channel,
- * computed when it is read and never stored. */
+ * the source is `x`. Otherwise the source is min(max((x - mean) * scale + beta, low), high) per
+ * channel, computed when it is read and never stored. */
 #ifndef MPIDL_H
 #define MPIDL_H
 
 #include <stdint.h>
+
+#include "value.h"
 
 #pragma GCC visibility push(default) /* all other symbols are hidden */
 
@@ -53,20 +59,31 @@ extern int64_t mpidl_sums_waiting;
 int64_t mpidl_fma_peak(int64_t iterations, float *result);
 
 /* batchnorm.c: x and y are (blocks, channels, pixels, 16) */
-void mpidl_channel_sums(const float *x, float *sums, int64_t blocks, int64_t channels,
-                        int64_t height, int64_t width);
-void mpidl_moments(const float *x, double *rows, const int32_t *counts, int64_t blocks,
+void mpidl_moments(const value *x, double *rows, const int32_t *counts, int64_t blocks,
                    int64_t channels, int64_t pixels, const int64_t *tree);
-void mpidl_batchnorm(const float *x, const float *mean, const float *scale, const float *beta,
-                     float low, float high, float *y, int64_t blocks, int64_t channels,
+void mpidl_batchnorm(const value *x, const float *mean, const float *scale, const float *beta,
+                     float low, float high, value *y, int64_t blocks, int64_t channels,
                      int64_t pixels);
-/* scale and beta are NULL if no ReLU follows */
-void mpidl_batchnorm_sums(const float *dy, const float *x, const float *mean, const float *scale,
+/* scale and beta are NULL if no activation follows */
+void mpidl_batchnorm_sums(const value *dy, const value *x, const float *mean, const float *scale,
                           const float *beta, float low, float high, double *rows, int64_t blocks,
                           int64_t channels, int64_t pixels, const int64_t *tree);
-void mpidl_batchnorm_dx(const float *dy, const float *x, const float *mean, const float *a,
-                        const float *b, const float *c, float *dx, const int32_t *counts,
+void mpidl_batchnorm_dx(const value *dy, const value *x, const float *mean, const float *a,
+                        const float *b, const float *c, value *dx, const int32_t *counts,
                         int64_t blocks, int64_t channels, int64_t pixels);
+void mpidl_relu(const value *x, value *y, int64_t blocks, int64_t channels, int64_t pixels);
+void mpidl_relu_dx(const value *dy, const value *y, value *dx, int64_t blocks, int64_t channels,
+                   int64_t pixels);
+
+/* copy.c; `widen` and `narrow` convert float to and from bfloat16, and count is a multiple of 16 */
+void mpidl_copy(const float *from, float *to, int64_t floats);
+void mpidl_zero(float *to, int64_t floats);
+void mpidl_widen(const uint16_t *from, float *to, int64_t count);
+void mpidl_narrow(const float *from, uint16_t *to, int64_t count);
+
+/* statistics.c */
+void mpidl_channel_sums(const float *x, float *sums, int64_t blocks, int64_t channels,
+                        int64_t height, int64_t width);
 /* moments (1 + 2 * channels): count, means, M2; see backends/interface.py */
 void mpidl_statistics(const double *moments, const float *gamma, double epsilon, double *rstd,
                       double *variance, float *shift, float *scale, int64_t channels);
@@ -77,63 +94,57 @@ void mpidl_running(const float *old, const double *value, double decay, float *u
                    int64_t channels);
 void mpidl_predict_scale(const float *gamma, const float *variance, double epsilon, float *scale,
                          int64_t channels);
-void mpidl_relu(const float *x, float *y, int64_t blocks, int64_t channels, int64_t pixels);
-void mpidl_relu_dx(const float *dy, const float *y, float *dx, int64_t blocks, int64_t channels,
-                   int64_t pixels);
 
 /* elementwise.c: arrays consist of rows of 16 numbers */
-void mpidl_copy(const float *from, float *to, int64_t floats);
-void mpidl_zero(float *to, int64_t floats);
 /* Apply a function of formulas.h, or its gradient if dy is not NULL. x is then the value that the
  * gradient reads: the input or the result. Return 0 if formulas.h has no such function, else 1. */
-int64_t mpidl_elementwise(const char *function, const float *x, const float *dy, float *out,
+int64_t mpidl_elementwise(const char *function, const value *x, const value *dy, value *out,
                           float a, float b, int64_t rows);
 /* slope has `slopes` elements: one per channel, or 1 */
-void mpidl_prelu(const float *x, const float *slope, int64_t slopes, float *y, int64_t blocks,
+void mpidl_prelu(const value *x, const float *slope, int64_t slopes, value *y, int64_t blocks,
                  int64_t channels, int64_t pixels);
-void mpidl_prelu_dx(const float *dy, const float *x, const float *slope, int64_t slopes, float *dx,
+void mpidl_prelu_dx(const value *dy, const value *x, const float *slope, int64_t slopes, value *dx,
                     int64_t blocks, int64_t channels, int64_t pixels);
-void mpidl_prelu_products(const float *dy, const float *x, float *products, int64_t rows);
+void mpidl_prelu_products(const value *dy, const value *x, float *products, int64_t rows);
 
-/* join.c: y = a + b, followed by ReLU if `relu`. a and b are sources, but a ReLU follows the
- * normalization of a only if a_relu, and the normalization of b only if b_relu. */
-void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const float *a_beta,
-               float a_low, float a_high, const float *b, const float *b_mean, const float *b_scale,
-               const float *b_beta, float b_low, float b_high, float *y, int64_t relu,
+/* join.c: y = a + b, followed by ReLU if `relu`. a and b are sources. */
+void mpidl_add(const value *a, const float *a_mean, const float *a_scale, const float *a_beta,
+               float a_low, float a_high, const value *b, const float *b_mean, const float *b_scale,
+               const float *b_beta, float b_low, float b_high, value *y, int64_t relu,
                int64_t blocks, int64_t channels, int64_t pixels);
 /* dz = dy where y > 0, else 0. If more_dy is not NULL, it is added to dy first. If a_sums (blocks,
  * 2C) is not NULL, it receives the mpidl_batchnorm_sums of dz and a. The same applies to b_sums and
  * b. */
-void mpidl_add_relu_dx(const float *dy, const float *more_dy, const float *y, float *dz,
-                       const float *a, const float *a_mean, double *a_sums, const float *b,
+void mpidl_add_relu_dx(const value *dy, const value *more_dy, const value *y, value *dz,
+                       const value *a, const float *a_mean, double *a_sums, const value *b,
                        const float *b_mean, double *b_sums, int64_t blocks, int64_t channels,
                        int64_t pixels, const int64_t *tree);
 
 /* concat.c: x has `channels` of the `all` channels of y, starting at channel `first` of y. In
  * mpidl_concat, x is a source. */
-void mpidl_concat(const float *x, const float *mean, const float *scale, const float *beta,
-                  float low, float high, float *y, int64_t blocks, int64_t channels, int64_t pixels,
+void mpidl_concat(const value *x, const float *mean, const float *scale, const float *beta,
+                  float low, float high, value *y, int64_t blocks, int64_t channels, int64_t pixels,
                   int64_t all, int64_t first);
-void mpidl_split(const float *y, float *x, int64_t blocks, int64_t channels, int64_t pixels,
+void mpidl_split(const value *y, value *x, int64_t blocks, int64_t channels, int64_t pixels,
                  int64_t all, int64_t first);
 
 /* dropout.c: samples is (blocks, 16), rows is the number of elements per image, and threshold is
  * the dropout probability in units of 1/65536. */
-void mpidl_dropout(const float *x, float *y, const int64_t *samples, int64_t blocks, int64_t rows,
+void mpidl_dropout(const value *x, value *y, const int64_t *samples, int64_t blocks, int64_t rows,
                    int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1);
 
 /* lrn.c: cross-channel normalization */
-void mpidl_cross_channel_norm(const float *x, float *y, int64_t blocks, int64_t channels,
+void mpidl_cross_channel_norm(const value *x, value *y, int64_t blocks, int64_t channels,
                               int64_t pixels, int64_t window, double alpha, double beta, double k);
-void mpidl_cross_channel_norm_dx(const float *dy, const float *x, float *dx, int64_t blocks,
+void mpidl_cross_channel_norm_dx(const value *dy, const value *x, value *dx, int64_t blocks,
                                  int64_t channels, int64_t pixels, int64_t window, double alpha,
                                  double beta, double k);
 /* Cross-channel normalization followed by max pooling; shape is struct windows of pool.h, and argmax
  * is as in pool.c. A ReLU has computed x. dz is the gradient before this ReLU. */
-void mpidl_norm_max_pool(const float *x, float *y, uint8_t *argmax, int64_t blocks,
+void mpidl_norm_max_pool(const value *x, value *y, uint8_t *argmax, int64_t blocks,
                          const int64_t *shape, int64_t window, double alpha, double beta,
                          double k);
-void mpidl_norm_max_pool_relu_dx(const float *dy, const uint8_t *argmax, const float *x, float *dz,
+void mpidl_norm_max_pool_relu_dx(const value *dy, const uint8_t *argmax, const value *x, value *dz,
                                  int64_t blocks, const int64_t *shape, int64_t window,
                                  double alpha, double beta, double k);
 
@@ -141,38 +152,38 @@ void mpidl_norm_max_pool_relu_dx(const float *dy, const uint8_t *argmax, const f
  * rows + columns, or 0 for direct sums (winograd.h lists the sizes). moments (blocks, 1 + 2K) or
  * NULL receives (count, mean, M2) of y, folded into the first rows. addend (shape of y) or NULL is
  * added to y. If relu, max(0, y) follows. */
-void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
-                  float low, float high, const float *weight, const float *bias, float *y,
+void mpidl_conv2d(const value *x, const float *mean, const float *scale, const float *beta,
+                  float low, float high, const float *weight, const float *bias, value *y,
                   double *moments, const int32_t *counts, int64_t blocks, const int64_t *shape,
-                  const int64_t *tree, int64_t tile, const float *addend, int64_t relu);
+                  const int64_t *tree, int64_t tile, const value *addend, int64_t relu);
 /* dy is the gradient of y. If y_mean is not NULL, dy is the gradient of the activation of y, and
- * the gradient of y is a * dz + b * (y - mean) + c. If y_scale and y_beta are NULL, no ReLU follows
- * the normalization of y. dy_out is NULL or dy, and the function may store the gradient of y there.
- * dx may be NULL or dy. sums (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx. bias (C)
- * or NULL is added to dx. dweight or NULL has the shape (nodes, K * C/groups * R * S + K); the
- * gradient of the bias comes last. */
-void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
+ * the gradient of y is a * dz + b * (y - mean) + c. If y_scale and y_beta are NULL, no activation
+ * follows the normalization of y. dy_out is NULL or dy, and the function may store the gradient of
+ * y there. dx may be NULL or dy. sums (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx.
+ * bias (C) or NULL is added to dx. dweight or NULL has the shape (nodes, K * C/groups * R * S + K);
+ * the gradient of the bias comes last. */
+void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
                            const float *y_scale, const float *y_beta, float y_low, float y_high,
-                           const float *a, const float *b, const float *c, const float *x,
+                           const float *a, const float *b, const float *c, const value *x,
                            const float *mean, const float *scale, const float *beta, float low,
-                           float high, const float *weight, const float *bias, float *dy_out,
-                           float *dx, double *sums, float *dweight, int64_t nodes,
+                           float high, const float *weight, const float *bias, value *dy_out,
+                           value *dx, double *sums, float *dweight, int64_t nodes,
                            const int32_t *counts, int64_t blocks, const int64_t *shape,
                            const int64_t *tree, int64_t tile, int64_t dweight_tile);
 
 /* pool.c: shape is struct windows of pool.h. x is a source. If argmax is NULL, pooling takes the
  * mean. Otherwise it takes the maximum, and argmax (blocks, C, P, Q, 16) holds the position of the
  * maximum in each window. sums (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx. */
-void mpidl_pool2d(const float *x, const float *mean, const float *scale, const float *beta,
-                  float low, float high, float *y, uint8_t *argmax, int64_t blocks,
+void mpidl_pool2d(const value *x, const float *mean, const float *scale, const float *beta,
+                  float low, float high, value *y, uint8_t *argmax, int64_t blocks,
                   const int64_t *shape);
-void mpidl_pool2d_dx(const float *dy, const uint8_t *argmax, const float *x, const float *mean,
-                     const float *scale, const float *beta, float low, float high, float *dx,
+void mpidl_pool2d_dx(const value *dy, const uint8_t *argmax, const value *x, const float *mean,
+                     const float *scale, const float *beta, float low, float high, value *dx,
                      double *sums, int64_t blocks, const int64_t *shape, const int64_t *tree);
 
 /* pad.c: `channels` counts the channels of all blocks together; shape is struct geometry of pad.c
  */
-void mpidl_pad2d(const float *x, float *y, float value, int64_t channels, const int64_t *shape);
+void mpidl_pad2d(const value *x, value *y, float border, int64_t channels, const int64_t *shape);
 
 /* winograd.c, winograd_dweight.c: compute one block, for tests. shape holds inputs, outputs, rows,
  * columns, m_h, m_w, r and backward. y is (outputs, rows, columns, 16), x (inputs, rows, columns, 16), and

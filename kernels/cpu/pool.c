@@ -8,8 +8,8 @@
 struct job {
     const struct windows *windows;
     struct source source;
-    float *y, *dx;
-    const float *dy;
+    value *y, *dx;
+    const value *dy;
     uint8_t *argmax;
     double *sums;
 };
@@ -25,7 +25,7 @@ INLINE float divisor_of(const struct windows *w, int64_t p, int64_t q) {
 /* ---- forward ---- */
 
 INLINE void average_channel(const struct windows *w, const struct channel *c, int deferred,
-                            float *y) {
+                            value *y) {
     for (int64_t p = 0; p < w->P; p++)
         for (int64_t q = 0; q < w->Q; q++, y += LANES) {
             struct span row = span_of(p, w->stride_h, w->top, w->R, w->H),
@@ -41,7 +41,7 @@ INLINE void average_channel(const struct windows *w, const struct channel *c, in
         }
 }
 
-INLINE void pool_channel(const struct windows *w, const struct channel *c, int deferred, float *y,
+INLINE void pool_channel(const struct windows *w, const struct channel *c, int deferred, value *y,
                          uint8_t *argmax) {
     if (argmax)
         max_pool(w, c, deferred, 0, w->P, y, argmax);
@@ -57,7 +57,7 @@ static void pool_tile(void *argument, int64_t tile, float *own) {
     struct channel c = {.norm = norm_of(s, at)};
     for (int64_t part = 0; part < LANES; part += WIDTH) {
         c.x = s->x + tile * w->H * w->W * LANES + part;
-        float *y = job->y + out + part;
+        value *y = job->y + out + part;
         uint8_t *argmax = job->argmax ? job->argmax + out + part : NULL;
         if (s->mean)
             pool_channel(w, &c, 1, y, argmax);
@@ -69,13 +69,13 @@ static void pool_tile(void *argument, int64_t tile, float *own) {
 /* ---- backward ---- */
 
 /* Compute dx for windows that do not overlap: each window writes its own pixels. */
-INLINE void spread(const struct windows *w, int64_t R, int64_t S, const float *dy,
-                   const uint8_t *argmax, float *dx) {
+INLINE void spread(const struct windows *w, int64_t R, int64_t S, const value *dy,
+                   const uint8_t *argmax, value *dx) {
     for (int64_t p = 0; p < w->P; p++) {
         struct span row = span_of(p, w->stride_h, w->top, R, w->H);
         for (int64_t q = 0; q < w->Q; q++) {
             struct span column = span_of(q, w->stride_w, w->left, S, w->W);
-            float *pixels = dx + (row.start * w->W + column.start) * LANES;
+            value *pixels = dx + (row.start * w->W + column.start) * LANES;
             int64_t window = p * w->Q + q;
             if (row.stop - row.first == R && column.stop - column.first == S) {
                 FEW_PIXELS for (int64_t i = 0; i < R; i++) FEW_PIXELS for (int64_t j = 0; j < S; j++)
@@ -90,8 +90,8 @@ INLINE void spread(const struct windows *w, int64_t R, int64_t S, const float *d
     }
 }
 
-INLINE void channel_dx(const struct windows *w, const float *dy, const uint8_t *argmax,
-                       float *dx) {
+INLINE void channel_dx(const struct windows *w, const value *dy, const uint8_t *argmax,
+                       value *dx) {
     struct rectangle all = {w->top, w->top + w->H, w->left, w->left + w->W};
     if (!are_apart(w))
         collect_rectangle(w, all, dy, argmax, dx);
@@ -106,22 +106,22 @@ static void pool_dx_tile(void *argument, int64_t tile, float *own) {
     const struct windows geometry = *job->windows, *w = &geometry;
     const struct source *s = &job->source;
     int64_t pixels = w->H * w->W, at = tile % w->C, out = w->P * w->Q * LANES;
-    const float *dy = job->dy + tile * out;
-    float *dx = job->dx + tile * pixels * LANES;
+    const value *dy = job->dy + tile * out;
+    value *dx = job->dx + tile * pixels * LANES;
     const uint8_t *argmax = job->argmax ? job->argmax + tile * out : NULL;
     int tiled = w->stride_h == w->R && w->stride_w == w->S && w->top == 0 && w->left == 0 &&
                 w->P * w->R == w->H && w->Q * w->S == w->W;
     if (are_apart(w) && !tiled) /* some pixels are in no window */
         memset(dx, 0, (size_t)(pixels * LANES) * sizeof *dx);
     if (!argmax) {
-        float *part = own;
+        value *part = (value *)own;
         for (int64_t p = 0; p < w->P; p++)
             for (int64_t q = 0; q < w->Q; q++) {
                 vec count = splat(divisor_of(w, p, q));
                 for (int64_t stop = LANES; stop; stop -= WIDTH, part += WIDTH, dy += WIDTH)
                     store(part, load(dy) / count);
             }
-        dy = own;
+        dy = (value *)own;
     }
     for (int64_t part = 0; part < LANES; part += WIDTH) {
         if (argmax)
@@ -136,16 +136,19 @@ static void pool_dx_tile(void *argument, int64_t tile, float *own) {
     }
 }
 
-void mpidl_pool2d(const float *x, const float *mean, const float *scale, const float *beta,
-                  float low, float high, float *y, uint8_t *argmax, int64_t blocks,
+void mpidl_pool2d(const value *x, const float *mean, const float *scale, const float *beta,
+                  float low, float high, value *y, uint8_t *argmax, int64_t blocks,
                   const int64_t *shape) {
     const struct windows *w = (const struct windows *)shape;
-    struct job job = {.windows = w, .source = {x, mean, scale, beta, low, high}, .y = y, .argmax = argmax};
+    struct job job = {.windows = w,
+                      .source = {x, mean, scale, beta, low, high},
+                      .y = y,
+                      .argmax = argmax};
     each_tile(blocks * w->C, pool_tile, &job, 0);
 }
 
-void mpidl_pool2d_dx(const float *dy, const uint8_t *argmax, const float *x, const float *mean,
-                     const float *scale, const float *beta, float low, float high, float *dx,
+void mpidl_pool2d_dx(const value *dy, const uint8_t *argmax, const value *x, const float *mean,
+                     const float *scale, const float *beta, float low, float high, value *dx,
                      double *sums, int64_t blocks, const int64_t *shape, const int64_t *tree) {
     const struct windows *w = (const struct windows *)shape;
     struct job job = {.windows = w,

@@ -33,7 +33,7 @@ INLINE struct span span_of(int64_t window, int64_t stride, int64_t before, int64
 /* A vector of the lanes of a channel, starting at pixel row `first`, and the normalization of the
  * channel. */
 struct channel {
-    const float *x;
+    const value *x;
     int64_t first;
     struct norm norm;
 };
@@ -51,21 +51,21 @@ INLINE vec pixel(const struct channel *c, int64_t at, int deferred) {
  * pixels wins, and NaN is larger than all numbers. `at` is the pixel at position (0, 0). */
 INLINE void largest(const struct channel *c, int deferred, int64_t at, int64_t width, int64_t i0,
                     int64_t i1, int64_t j0, int64_t j1, int64_t S, vec *best, ivec *place) {
-    vec value = pixel(c, at + i0 * width + j0, deferred);
+    vec most = pixel(c, at + i0 * width + j0, deferred);
     ivec where = (ivec){0} + (int32_t)(i0 * S + j0);
     FEW_PIXELS for (int64_t i = i0; i < i1; i++) FEW_PIXELS for (int64_t j = j0; j < j1; j++) {
         vec v = pixel(c, at + i * width + j, deferred);
-        ivec larger_one = (v > value) | (v != v);
-        value = choose(larger_one, v, value);
+        ivec larger_one = (v > most) | (v != v);
+        most = choose(larger_one, v, most);
         where = (larger_one & (int32_t)(i * S + j)) | (~larger_one & where);
     }
-    *best = value, *place = where;
+    *best = most, *place = where;
 }
 
 /* Compute rows [p0, p1) of the output for one vector of lanes. If R and S are constants, the
  * compiler unrolls the loops over windows without padding. */
 INLINE void max_rows(const struct windows *w, int64_t R, int64_t S, const struct channel *c,
-                     int deferred, int64_t p0, int64_t p1, float *y, uint8_t *argmax) {
+                     int deferred, int64_t p0, int64_t p1, value *y, uint8_t *argmax) {
     for (int64_t p = p0; p < p1; p++) {
         struct span row = span_of(p, w->stride_h, w->top, R, w->H);
         for (int64_t q = 0; q < w->Q; q++, y += LANES, argmax += LANES) {
@@ -85,7 +85,7 @@ INLINE void max_rows(const struct windows *w, int64_t R, int64_t S, const struct
 }
 
 INLINE void max_pool(const struct windows *w, const struct channel *c, int deferred, int64_t p0,
-                     int64_t p1, float *y, uint8_t *argmax) {
+                     int64_t p1, value *y, uint8_t *argmax) {
     if (w->R == 2 && w->S == 2)
         max_rows(w, 2, 2, c, deferred, p0, p1, y, argmax);
     else if (w->R == 3 && w->S == 3)
@@ -98,7 +98,7 @@ INLINE void max_pool(const struct windows *w, const struct channel *c, int defer
 
 /* Return the gradient that a window passes to the pixel at position `place`. For average pooling,
  * dy is already divided by the size of the window. */
-INLINE vec handed(const float *dy, const uint8_t *argmax, int64_t window, int64_t place) {
+INLINE vec handed(const value *dy, const uint8_t *argmax, int64_t window, int64_t place) {
     vec d = load(dy + window * LANES);
     return argmax ? keep(load_bytes(argmax + window * LANES) == (int32_t)place, d) : d;
 }
@@ -122,8 +122,8 @@ INLINE struct holders holders_of(int64_t at, int64_t stride, int64_t size, int64
 /* Compute dx of a pixel: the sum over the windows that contain it. The sum starts with the last
  * window, so that the pixel's positions in the windows increase. If windows do not overlap, there
  * is no sum, which would turn -0 into 0. */
-INLINE void collect_pixel(const struct windows *w, const float *dy, const uint8_t *argmax,
-                          int64_t h, struct holders rows, int64_t v, float *dx) {
+INLINE void collect_pixel(const struct windows *w, const value *dy, const uint8_t *argmax,
+                          int64_t h, struct holders rows, int64_t v, value *dx) {
     struct holders columns = holders_of(v, w->stride_w, w->S, w->Q);
     vec sum = zero();
     for (int64_t p = rows.last; p >= rows.first; p--)
@@ -139,8 +139,8 @@ INLINE void collect_pixel(const struct windows *w, const float *dy, const uint8_
 }
 
 /* Compute dx of a rectangle; its rows are consecutive in dx. */
-INLINE void collect(const struct windows *w, struct rectangle r, const float *dy,
-                    const uint8_t *argmax, float *dx) {
+INLINE void collect(const struct windows *w, struct rectangle r, const value *dy,
+                    const uint8_t *argmax, value *dx) {
     for (int64_t h = r.h0; h < r.h1; h++) {
         struct holders rows = holders_of(h, w->stride_h, w->R, w->P);
         for (int64_t v = r.v0; v < r.v1; v++, dx += LANES)
@@ -150,8 +150,8 @@ INLINE void collect(const struct windows *w, struct rectangle r, const float *dy
 
 /* Like `collect`, for 3x3 windows at stride 2, which process two adjacent pixels together. Windows
  * q and q - 1 contain the first pixel, 2 * q. Only window q contains the second pixel. */
-INLINE void collect_3x3_2(const struct windows *w, struct rectangle r, const float *dy,
-                          const uint8_t *argmax, float *dx) {
+INLINE void collect_3x3_2(const struct windows *w, struct rectangle r, const value *dy,
+                          const uint8_t *argmax, value *dx) {
     for (int64_t h = r.h0; h < r.h1; h++) {
         struct holders rows = holders_of(h, 2, 3, w->P);
         for (int64_t v = r.v0; v < r.v1;) {
@@ -174,8 +174,8 @@ INLINE void collect_3x3_2(const struct windows *w, struct rectangle r, const flo
     }
 }
 
-INLINE void collect_rectangle(const struct windows *w, struct rectangle r, const float *dy,
-                              const uint8_t *argmax, float *dx) {
+INLINE void collect_rectangle(const struct windows *w, struct rectangle r, const value *dy,
+                              const uint8_t *argmax, value *dx) {
     if (w->R == 3 && w->S == 3 && w->stride_h == 2 && w->stride_w == 2)
         collect_3x3_2(w, r, dy, argmax, dx);
     else

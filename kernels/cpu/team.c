@@ -52,7 +52,7 @@ int64_t mpidl_missing_bytes;
 /* Memory for scratch comes directly from the system: malloc would keep the smaller buffers that
  * larger buffers have replaced. With ASan, malloc detects accesses past the end. */
 #if defined(__SANITIZE_ADDRESS__)
-static size_t rounded(size_t bytes) { return bytes; }
+static size_t whole_pages(size_t bytes) { return bytes; }
 static void *reserve(size_t bytes) {
     void *memory = NULL;
     return posix_memalign(&memory, HUGE_PAGE, bytes) ? NULL : memory;
@@ -62,7 +62,7 @@ static void release(void *memory, size_t bytes) {
     free(memory);
 }
 #else
-static size_t rounded(size_t bytes) { return (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE; }
+static size_t whole_pages(size_t bytes) { return (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE; }
 static void release(void *memory, size_t bytes) {
     if (bytes) munmap(memory, bytes);
 }
@@ -83,8 +83,8 @@ static void *reserve(size_t bytes) {
 /* If the system refuses the memory, set mpidl_missing_bytes to its size and return NULL. */
 static float *room(struct room *room, int64_t floats) {
     if (room->floats < floats) {
-        size_t bytes = rounded((size_t)floats * sizeof(float));
-        release(room->data, rounded((size_t)room->floats * sizeof(float)));
+        size_t bytes = whole_pages((size_t)floats * sizeof(float));
+        release(room->data, whole_pages((size_t)room->floats * sizeof(float)));
         room->data = reserve(bytes);
         room->floats = room->data ? floats : 0;
         if (!room->data) mpidl_missing_bytes = (int64_t)bytes;

@@ -43,6 +43,7 @@ static int64_t u_stride(int64_t inputs, int64_t outputs) {
     return odd_lines(parts_of(quads(outputs) * QUAD * inputs, LANES));
 }
 
+#ifndef BF16 /* weights are floats in both compilations */
 int64_t winograd_weights_floats(const struct winograd *shape) {
     return points(shape) * u_stride(shape->inputs, shape->outputs);
 }
@@ -125,6 +126,7 @@ void winograd_weights(const struct winograd *shape, const float *w, float *u, in
     EACH_SIZE(SIZE)
 #undef SIZE
 }
+#endif
 
 /* Return the number of panels into which the vectors of a band are divided. */
 static int64_t panel_count(int64_t vectors) { return parts_of(vectors, PANEL); }
@@ -189,8 +191,8 @@ static void multiply_panel(const float *V, const float *u, int64_t inputs, int64
 
 /* Compute y of one tile from M, whose points are `point` floats apart, add `addend` (unless NULL)
  * and replace values below `floor`. Only rows x columns pixels are written. */
-INLINE void output_tile(const float *M, int64_t point, vec bias, const float *addend, vec floor,
-                        float *y, int64_t row, int64_t rows, int64_t columns, const int m_h,
+INLINE void output_tile(const float *M, int64_t point, vec bias, const value *addend, vec floor,
+                        value *y, int64_t row, int64_t rows, int64_t columns, const int m_h,
                         const int m_w, const int r) {
     const int n_h = m_h + r - 1, n_w = m_w + r - 1;
     vec t[MOST_OUTPUTS][MOST_POINTS], v[MOST_POINTS], out[MOST_OUTPUTS];
@@ -214,7 +216,7 @@ INLINE void output_tile(const float *M, int64_t point, vec bias, const float *ad
 /* Compute y of one band, which has the tiles [first, stop). */
 INLINE void convolve_band(const struct team *team, const struct winograd *shape,
                           const struct bands *bands, int64_t first, int64_t stop, struct pixels x,
-                          const float *u, const float *bias, struct pixels y,
+                          const float *u, const float *bias, struct outputs y,
                           struct finish finish, float *scratch, const int m_h, const int m_w,
                           const int r) {
     const int n_h = m_h + r - 1, n_w = m_w + r - 1;
@@ -266,14 +268,14 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
             const int64_t row = t / across * m_h, column = t % across * m_w;
             const int64_t rows = shape->rows - row, columns = shape->columns - column;
             const int64_t offset = o * y.channel + row * y.row + column * LANES;
-            float *to = y.at + offset;
+            value *to = y.at + offset;
             const float *from = M + (o * tiles + t - first) * LANES;
             if (o + 1 < outputs) /* prefetch the next lines of y, which are rarely in cache */
                 UNROLL for (int i = 0; i < m_h; i++)
                     UNROLL for (int j = 0; j < m_w; j++)
                         __builtin_prefetch(to + y.channel + i * y.row + j * LANES, 1);
             for (int part = 0; part < LANES; part += WIDTH) {
-                const float *addend = finish.addend ? finish.addend + offset + part : NULL;
+                const value *addend = finish.addend ? finish.addend + offset + part : NULL;
                 if (rows < m_h || columns < m_w)
                     output_tile(from + part, m_point, add, addend, floor, to + part, y.row, rows,
                                 columns, m_h, m_w, r);
@@ -288,14 +290,8 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
     }
 }
 
-int64_t winograd_conv_floats(const struct winograd *shape) {
-    struct bands bands = bands_of(shape);
-    return points(shape) * (odd_lines(bands.most * shape->inputs) +
-                            odd_lines(bands.most * quads(shape->outputs) * QUAD));
-}
-
 void winograd_conv(const struct team *team, const struct winograd *shape, struct pixels x,
-                   const float *u, const float *bias, struct pixels y, struct finish finish,
+                   const float *u, const float *bias, struct outputs y, struct finish finish,
                    float *scratch) {
     struct bands bands = bands_of(shape);
     int64_t count = parts_of(bands.tiles, bands.most);
@@ -310,13 +306,21 @@ void winograd_conv(const struct team *team, const struct winograd *shape, struct
     }
 }
 
+#ifndef BF16
+int64_t winograd_conv_floats(const struct winograd *shape) {
+    struct bands bands = bands_of(shape);
+    return points(shape) * (odd_lines(bands.most * shape->inputs) +
+                            odd_lines(bands.most * quads(shape->outputs) * QUAD));
+}
+
 /* The arguments of a pass over one block, for tests. */
 struct example {
     struct winograd shape;
     int backward;
     const float *w, *bias;
     float *u;
-    struct pixels x, y;
+    struct pixels x;
+    struct outputs y;
 };
 
 static void example_weights(void *job, int64_t tile, float *own) {
@@ -348,7 +352,8 @@ void mpidl_winograd_conv(const float *x, const float *w, const float *bias, floa
     const struct winograd *s = &e.shape;
     const int64_t row = winograd_extent(s->columns, s->m_w, s->r) * LANES;
     e.x = (struct pixels){(float *)x, winograd_extent(s->rows, s->m_h, s->r) * row, row, 1, 0, 0};
-    e.y = (struct pixels){y, s->rows * s->columns * LANES, s->columns * LANES, 1, 0, 0};
+    e.y = (struct outputs){y, s->rows * s->columns * LANES, s->columns * LANES};
     each_tile(winograd_weights_tiles(shape[1]), example_weights, &e, 0);
     each_block(1, example_conv, &e, winograd_conv_floats(&e.shape), 0);
 }
+#endif

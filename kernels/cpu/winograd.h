@@ -42,6 +42,12 @@ struct pixels {
     int64_t phases, phase_row, phase_column;
 };
 
+/* The outputs of a block; strides in values. */
+struct outputs {
+    value *at;
+    int64_t channel, row;
+};
+
 static inline const float *channel_of(const struct pixels *p, int64_t c) {
     const int64_t phase = c % (p->phases * p->phases);
     return p->at + c / (p->phases * p->phases) * p->channel +
@@ -67,7 +73,7 @@ void winograd_weights(const struct winograd *shape, const float *w, float *u, in
  * floats of the team's scratch memory. */
 int64_t winograd_conv_floats(const struct winograd *shape);
 void winograd_conv(const struct team *team, const struct winograd *shape, struct pixels x,
-                   const float *u, const float *bias, struct pixels y, struct finish finish,
+                   const float *u, const float *bias, struct outputs y, struct finish finish,
                    float *scratch);
 
 /* Compute dweight (outputs, inputs, r, r), the block's gradient with respect to the weights; m_h

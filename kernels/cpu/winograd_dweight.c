@@ -280,7 +280,8 @@ INLINE void dweight_group(const struct team *team, const struct plan *p, struct 
         const float *V = p->V + point * p->v_point, *D = p->D + point * p->d_point;
         float *S = p->S + (FIRST(group) * n + point) * p->s_point;
         if (p->transposed)
-            add_products(&p->products, V, D, tiles * LANES, 0, p->outputs, S, first > 0);
+            add_products(&p->products, V, D, tiles * LANES, (struct range){0, p->outputs},
+                         (struct range){0, p->products.inputs}, S, first > 0);
         else
             point_lanes(p, V, D, tiles, S, first > 0);
         tick();

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ import numpy as np
 
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
-from mpidl.core.values import is_device_array
+from mpidl.core.values import BF16, is_device_array
+from mpidl.errors import UserError
 
 if TYPE_CHECKING:
     from mpidl.backends.cpu.backend import CPU as CPU
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from mpidl.core.blocks import Blocked
 
 WINOGRAD = ("auto", "off", "fast")
-PRECISION = ("fp32", "tf32")
+PRECISIONS = {"cpu": ("fp32", "bf16"), "gpu": ("fp32", "tf32")}  # by device
 
 
 def of_value(x: Blocked) -> Backend:
@@ -47,8 +49,14 @@ def of_type(dtype: Any) -> Backend:
     Return the CPU backend for float32 if this process can run the C kernels, else the NumPy
     backend.
     """
-    has_kernels = dtype == np.float32 and builds.kernels() is not None
+    has_kernels = dtype in (np.float32, BF16) and builds.kernels() is not None
     return _backend("cpu" if has_kernels else "reference")
+
+
+def converted(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return an array of float32 or bfloat16 numbers in the other of these two types."""
+    convert = "reference.bf16" if builds.kernels() is None else "cpu.call"
+    return importlib.import_module(f"mpidl.backends.{convert}").as_type(array, dtype)
 
 
 @functools.cache
@@ -80,18 +88,24 @@ def configure(
         similar to the error of direct sums: 2x2 outputs from 16 channels, 2x4 from 32 and 4x4 from
         128, and for 5x5 filters 2x2 from 32 channels. "off" computes direct sums. "fast" uses 4x4
         tiles in all forward passes, with a larger error. Results depend on this option.
-    precision : {"fp32", "tf32"}, optional
-        Precision of multiplications on a GPU's tensor cores. "fp32" computes each product from
-        three TF32 products (3xTF32). Results depend on this option.
+    precision : {"fp32", "bf16", "tf32"}, optional
+        Precision of the products. "fp32" has the accuracy of float32 on every device. "bf16", on
+        CPUs, also stores activations in bfloat16. "tf32", on GPUs, rounds the inputs of
+        convolutions to TF32. Results depend on this option. Before you set "tf32", call
+        `world.use_device("gpu")`.
 
     Raises
     ------
     ValueError
         If `winograd` or `precision` is not one of these values, or if `threads` is less than 1.
+    UserError
+        If the device of this process does not have the precision.
     """
     if precision is not None:
-        if precision not in PRECISION:
-            raise ValueError(f"precision must be one of {', '.join(PRECISION)}, got {precision!r}")
+        names = dict.fromkeys(itertools.chain(*PRECISIONS.values()))
+        if precision not in names:
+            raise ValueError(f"precision must be one of {', '.join(names)}, got {precision!r}")
+        check_precision(precision, on_gpu=settings.on_gpu)
         settings.precision = precision
     if winograd is not None:
         if winograd not in WINOGRAD:
@@ -103,6 +117,16 @@ def configure(
         library, settings.threads_chosen = builds.kernels(), True
         # `set_threads` returns a smaller number if the system cannot start as many threads
         settings.threads = library.set_threads(threads) if library is not None else 1
+
+
+def check_precision(precision: str, *, on_gpu: bool) -> None:
+    """Raise a UserError if GPUs, or else CPUs, do not have a precision."""
+    device, other = ("gpu", "cpu") if on_gpu else ("cpu", "gpu")
+    if precision not in PRECISIONS[device]:
+        raise UserError(
+            f"--precision {precision}: expected {' or '.join(PRECISIONS[device])} on "
+            f"{device.upper()}s; {precision} needs --device {other}"
+        )
 
 
 @contextlib.contextmanager

@@ -33,8 +33,27 @@ class Function(NamedTuple):
 
 
 def exported(header):
-    """Return {name without the prefix mpidl_: Function} of a header, in the header's order."""
-    return _functions(header, EXPORTED)
+    """Return {name without the prefix mpidl_: Function} of a header, in the header's order.
+
+    A function with arguments of the type `value` exists twice: NAME, for float, and NAME_bf16, for
+    bfloat16 (see kernels/cpu/value.h). The functions for bfloat16 come last.
+    """
+    functions = _functions(header, EXPORTED)
+    narrow = {f"{k}_bf16": f for k, f in functions.items() if has_values(f)}
+    return {
+        **{name: _of_type(function, "float") for name, function in functions.items()},
+        **{name: _of_type(function, "uint16_t") for name, function in narrow.items()},
+    }
+
+
+def has_values(function):
+    """Return whether a function of a header has arguments of the type `value`."""
+    return any(parameter.type == "value" for parameter in function.parameters)
+
+
+def _of_type(function, kind):
+    parameters = (p._replace(type=kind) if p.type == "value" else p for p in function.parameters)
+    return function._replace(parameters=tuple(parameters))
 
 
 def kernels(source):

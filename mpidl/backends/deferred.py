@@ -30,7 +30,7 @@ class NormalizedInput(DeferredInput):
 class DeferredValue(Blocked):
     """A batch normalization, perhaps with an activation, stored as the input of the normalization.
 
-    The property `lanes` computes the value on each access and does not keep it.
+    The property `raw` computes the value on each access and does not keep it.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class DeferredValue(Blocked):
         return self.deferred.x
 
     @property
-    def lanes(self) -> np.ndarray:
+    def raw(self) -> np.ndarray:
         lanes = self.compute(self.deferred)
         return lanes.reshape(len(lanes), *self.shape_of_image, lanes.shape[-1])
 
@@ -69,18 +69,14 @@ class DeferredValue(Blocked):
     def image_shape(self) -> tuple[int, ...]:
         return self.shape_of_image
 
-    @property
-    def dtype(self) -> np.dtype:
-        return self.deferred.x.dtype
-
     def stored(self) -> Blocked:
-        return self.like(self.lanes)
+        return self.like(self.raw)
 
 
 class DeferredNormalization(DeferredValue):
     """A batch normalization stored as a `NormalizedInput`.
 
-    Additions normalize the stored input while they read it (see `addend`). Other ops read `lanes`.
+    Additions normalize the stored input while they read it (see `addend`). Other ops read `raw`.
     """
 
     __slots__ = ()
@@ -107,10 +103,10 @@ def readable(value: Blocked) -> np.ndarray | DeferredInput:
     """Return the operand for a backend function that needs the value's image shape.
 
     If the value is a DeferredActivation with the image shape of its stored input, the operand is a
-    DeferredInput. Otherwise, the operand is the array of lanes.
+    DeferredInput. Otherwise, the operand is the raw array.
     """
     if isinstance(value, DeferredActivation) and value.image_shape != value.deferred.x.shape[1:-1]:
-        return value.lanes
+        return value.raw
     return value.source
 
 

@@ -3,5 +3,6 @@
 winograd = "auto"
 threads = 1
 threads_chosen = False  # whether `configure` set `threads`
-precision = "fp32"  # precision of multiply-adds on tensor cores: "fp32" (3xTF32) or "tf32"
+precision = "fp32"  # one of `backends.PRECISIONS` for the device
+on_gpu = False  # whether this process computes on a GPU
 direct = False  # whether convolutions on a GPU run without tensor cores

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from mpidl.backends.cpu import builds
 from mpidl.backends.discovery import Gpu
 from mpidl.cli import start
 from mpidl.cli.device_probe import RankReport
@@ -248,6 +249,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "cpu": probed.cpu,
                 "kernels": probed.build,
                 "best_kernels": probed.best_build,
+                "native_bf16": builds.has_native_bf16(probed.build),
                 "kernel_sources": probed.sources,
                 "memory": probed.memory._asdict(),
                 "shared_memory": probed.shared_memory._asdict(),

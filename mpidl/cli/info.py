@@ -118,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "NumPy": f"{np.__version__}, BLAS {start.blas()}, one thread",
         "arithmetic": _arithmetic(),
         "kernels": _kernels(),
+        "bf16": _bf16(builds.running()),
         "CPU": "",  # reserves the position; device_report.facts sets the value
         "CPU features": ", ".join(_features()) or "not known",
         **device_report.facts(report),
@@ -158,7 +159,8 @@ def _show_model(parsed):
     names = f": {name_list(net.classes)}" if net.classes else ""
     print(f"{printable(parsed.model)}, outputs {times(net.output_shape)}{names}")
     normalization = "none" if net.normalization is None else net.normalization.name
-    print(f"images {times(net.input_shape)}, normalization {normalization}")
+    precision = net.trained_precision and f", trained in {printable(net.trained_precision)}"
+    print(f"images {times(net.input_shape)}, normalization {normalization}{precision or ''}")
     print(net.analyze(parsed.batch_size or 128))
 
 
@@ -171,12 +173,22 @@ def _arithmetic():
 
 
 def _kernels():
-    """List the builds of the kernels, and mark the builds that do not run on this CPU."""
+    """List the builds of the kernels, with their bf16 and a mark if they do not run on this CPU."""
     names = (
-        build if builds.runs_here(build) else f"{build} (not on this CPU)"
+        f"{build} ({'native' if builds.has_native_bf16(build) else 'widened'} bf16"
+        f"{'' if builds.runs_here(build) else ', not on this CPU'})"
         for build in builds.built()
     )
     return ", ".join(names) or "none"
+
+
+def _bf16(build):
+    """Say how a build computes with --precision bf16."""
+    if build == "numpy":
+        return "by NumPy, slow"
+    if builds.has_native_bf16(build):
+        return "native (AVX512_BF16)"
+    return "widened to float32; the same bytes as native"
 
 
 def _features():

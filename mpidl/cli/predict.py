@@ -19,6 +19,7 @@ from mpidl.options.declaration import flag
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
 from mpidl.report import Console, arrays
+from mpidl.text import printable
 from mpidl.training.options import training_options
 from mpidl.training.options.run_inputs import EMBEDDED
 
@@ -95,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
     world = World(timeout=parsed.timeout, threads=None)
     remote.configure({"data": parsed.data, **parsed.storage}, world)
-    backends.configure(winograd=parsed.winograd, precision=parsed.precision)
     lines = world.use_device(parsed.device, parsed.gpus) + world.use_threads(parsed.threads)
+    backends.configure(winograd=parsed.winograd, precision=parsed.precision)
     for line in [*start.arithmetic(world), *lines]:
         print(line)
     on_rank_0(world, lambda: _check_outputs(parsed))
@@ -140,6 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if world.rank == 0:
         print(f"Data: {images.describe()}", file=sys.stderr)
         print(f"Normalization: {net.normalization.describe()}", file=sys.stderr)
+        trained_in = printable(net.trained_precision or "fp32")
+        if (parsed.precision, trained_in) != ("fp32", "fp32"):
+            print(f"Precision: {parsed.precision}, trained in {trained_in}", file=sys.stderr)
     if parsed.bad_images and world.rank == 0:
         for _, text in sorted(parsed.bad_images.reasons.items()):
             print(f"warning: skipped an image: {text}", file=sys.stderr)

@@ -88,6 +88,7 @@ def write_results(
         "ranks": world.size,
         "threads": world.threads[0],
         "device": start.device_of(world),
+        "precision": net.trained_precision or "fp32",
         "images_per_second": result.images_per_second,
         "train_seconds": result.train_seconds,
         "best_iteration": result.best_iteration,

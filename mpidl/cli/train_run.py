@@ -172,11 +172,12 @@ class Training:
         on = f" on {hosts} hosts" if hosts > 1 else ""
         threads = "-".join(map(str, sorted({min(world.threads), max(world.threads)})))
         threads += f" thread{'' if threads == '1' else 's'} each"
+        precision = "" if options.precision == "fp32" else f" in {options.precision}"
         console.header(
             network=f"{self.title}, {len(self.net.layers)} layers, {learnables:,} learnables",
             **weights,
             **{name: images.describe() for name, images in sets.items() if images is not None},
-            ranks=f"{world.size}{on}, {start.device_of(world)}, {threads}",
+            ranks=f"{world.size}{on}, {start.device_of(world)}{precision}, {threads}",
             results=self.out,
         )
         if self.saved is not None:

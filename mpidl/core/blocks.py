@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 import numpy as np
 
 from mpidl.core import fold
-from mpidl.core.values import Operators
+from mpidl.core.values import BF16, Operators, as_type
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
@@ -290,24 +290,34 @@ class Blocked(Operators["Factor"]):
         self._lanes, self.batch = lanes, batch
 
     @property
-    def lanes(self) -> np.ndarray:
-        """The array (blocks, *image_shape, 16)."""
+    def raw(self) -> np.ndarray:
+        """The array (blocks, *image_shape, 16) in the dtype of `storage`."""
         return self._lanes
+
+    @property
+    def lanes(self) -> np.ndarray:
+        """The array (blocks, *image_shape, 16). Each access widens bfloat16 numbers to float32."""
+        return as_type(self.raw, self.dtype)
 
     @property
     def stored_array(self) -> np.ndarray:
         """An array of this value that is in memory, for example to find the backend."""
-        return self.lanes
+        return self.raw
+
+    @property
+    def storage(self) -> np.dtype:
+        """Type of the entries in memory, perhaps `values.BF16`."""
+        return self.stored_array.dtype
 
     @property
     def source(self) -> np.ndarray | DeferredInput:
-        """The operand that a backend reads: the lanes, or a DeferredInput."""
-        return self.lanes
+        """The operand that a backend reads: the raw array, or a DeferredInput."""
+        return self.raw
 
     @property
     def image_shape(self) -> tuple[int, ...]:
         """Shape of the entry of one image."""
-        return self.lanes.shape[1:-1]
+        return self.raw.shape[1:-1]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -316,8 +326,8 @@ class Blocked(Operators["Factor"]):
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the entries."""
-        return self.lanes.dtype
+        """Type of the entries, as `lanes` returns them."""
+        return np.dtype(np.float32) if self.storage == BF16 else self.storage
 
     def like(self, lanes: np.ndarray) -> Blocked:
         """Return a Blocked value for the same images with other lanes.

@@ -25,7 +25,7 @@ import numpy as np
 from mpidl.core import spans
 from mpidl.core.blocks import Batch, Blocked
 from mpidl.core.fold import Partial
-from mpidl.core.values import Operators, is_device_array, zeros_like
+from mpidl.core.values import Operators, as_type, is_device_array, zeros_like
 
 Needs: TypeAlias = tuple[bool, ...]  # for each positional argument, whether to compute a cotangent
 
@@ -159,7 +159,7 @@ def backward(
             if not isinstance(parent, Var):
                 continue
             if part is not None:
-                part = _in_type(part, parent.dtype)
+                part = _in_type(part, parent.value)
                 if parent in cotangents:
                     part = _accumulate(cotangents[parent], part)
                 cotangents[parent] = part
@@ -192,7 +192,7 @@ def _gradient_of(leaf: Var, cotangent: Any) -> Any:
     if cotangent is not None:
         return cotangent
     if isinstance(leaf.value, Blocked):
-        return leaf.value.like(zeros_like(leaf.value.lanes))
+        return leaf.value.like(zeros_like(leaf.value.raw))
     return zeros_like(leaf.value)
 
 
@@ -206,14 +206,15 @@ def _accumulate(a: Any, b: Any) -> Any:
     return b + a if isinstance(b, Partial) and not isinstance(a, Partial) else a + b
 
 
-def _in_type(cotangent: Any, dtype: np.dtype) -> Any:
+def _in_type(cotangent: Any, value: Any) -> Any:
     """Convert a cotangent to the dtype of its value. A vjp may have returned another dtype."""
+    dtype = value.storage if isinstance(value, Blocked) else value.dtype
     if isinstance(cotangent, Partial):
         return cotangent.astype(dtype)
     if isinstance(cotangent, Blocked):
-        if cotangent.dtype == dtype:
+        if cotangent.storage == dtype:
             return cotangent
-        return cotangent.like(cotangent.lanes.astype(dtype))
+        return cotangent.like(as_type(cotangent.raw, dtype))
     if is_device_array(cotangent) and cotangent.dtype == dtype:
         return cotangent  # an array on a GPU
     return np.asarray(cotangent, dtype)
@@ -222,7 +223,7 @@ def _in_type(cotangent: Any, dtype: np.dtype) -> Any:
 class SumOfCotangents(Blocked):
     """The sum of two cotangents, in order, which an op may add up while it reads `parts`.
 
-    Otherwise `lanes` computes the sum at the first access, and drops the two.
+    Otherwise `raw` computes the sum at the first access, and drops the two.
     """
 
     __slots__ = ("parts",)
@@ -236,19 +237,15 @@ class SumOfCotangents(Blocked):
         return self.parts[0].stored_array
 
     @property
-    def lanes(self) -> np.ndarray:
+    def raw(self) -> np.ndarray:
         if len(self.parts) == 2:
             first, second = self.parts
             self.parts = (first + second,)
-        return self.parts[0].lanes
+        return self.parts[0].raw
 
     @property
     def image_shape(self) -> tuple[int, ...]:
         return self.parts[0].image_shape
 
-    @property
-    def dtype(self) -> np.dtype:
-        return self.parts[0].dtype
-
     def stored(self) -> Blocked:
-        return self.like(self.lanes)
+        return self.like(self.raw)

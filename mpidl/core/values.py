@@ -14,6 +14,9 @@ import numpy as np
 if TYPE_CHECKING:
     from typing import Self
 
+# The storage of bfloat16 numbers. NumPy cannot compute with these items, so no one does by mistake.
+BF16 = np.dtype("V2")
+
 Other_contra = TypeVar("Other_contra", contravariant=True)  # type of the other operand
 
 
@@ -82,6 +85,15 @@ class DeviceArray(OnDevice):
 def is_device_array(value: Any) -> bool:
     """Return whether a value is an array in the memory of a device."""
     return isinstance(value, DeviceArray)
+
+
+def as_type(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return an array in a dtype. The backends convert from and to `BF16`."""
+    if array.dtype == dtype:
+        return array
+    if BF16 in (array.dtype, dtype):
+        return importlib.import_module("mpidl.backends").converted(array, dtype)
+    return array.astype(dtype)
 
 
 def zeros_like(array: Any) -> Any:

@@ -2,8 +2,9 @@
 
 These runs of layers become one op:
 
-- Convolution, batch normalization, and ReLU or, on a CPU, clip. The op stores only the convolution's
-  output. Later ops (convolution, pooling, dense) normalize and limit it when they read it.
+- Convolution, batch normalization, and ReLU or, on a CPU, clip. The op stores only the
+  convolution's output. Later ops (convolution, pooling, dense) apply the normalization and the
+  activation when they read that output.
 - Convolution and batch normalization, if only additions read the result. The op stores only the
   convolution's output, which the additions normalize when they read it.
 - The addition of two values and ReLU.
@@ -37,7 +38,6 @@ from mpidl.nn.layers import (
     ReLU,
 )
 from mpidl.nn.layers.base import Value
-
 
 Kinds: TypeAlias = tuple[tuple[type[Layer], ...], ...]  # the types of layers of some runs
 

@@ -16,7 +16,7 @@ from mpidl import ops
 from mpidl.core.blocks import Blocked, OneRank, from_images, share
 from mpidl.core.tape import Var, value_of
 from mpidl.matlab_names import missing_attribute
-from mpidl.nn import construction, editing, graph, placement, trained_images
+from mpidl.nn import construction, editing, fusion, graph, placement, trained_images
 from mpidl.nn.layers import Conv2D, Layer, LayerContext, Softmax
 from mpidl.nn.layers.base import Value
 from mpidl.nn.plan import Plan
@@ -79,6 +79,9 @@ class Network:
     input_function
         Name of the `function` of the `MinibatchQueue` whose mini-batches trained the network, or
         None. Training sets it. Evaluation warns if it does not apply this function.
+    trained_precision
+        The precision of the training if it is not "fp32", else None. `dl.train` sets it, and model
+        files store it. It does not change how the network computes; see `dl.configure`.
     fuse
         Whether neighbouring convolution, batch normalization and ReLU layers run as one op. This
         setting does not change the results.
@@ -129,6 +132,7 @@ class Network:
         self.classes: tuple[str, ...] | None = None
         self.loss: dict[str, str | int] | None = None
         self.input_function: str | None = None
+        self.trained_precision: str | None = None
         self._trains: Network | None = None  # the network of which this is a copy to train it
         self.plan_runs()
 
@@ -621,7 +625,9 @@ class Network:
         set of str
             Names of layers.
         """
-        return {run.layers[0].name for run in self._plan.runs[self.fuse]}
+        fused = fusion.WITHOUT_CLIPS if self.on_device else fusion.RUNS
+        runs = self._plan.runs[fused if self.fuse else ()]
+        return {run.layers[0].name for run in runs}
 
     def analyze(self, batch_size: int = 128) -> Analysis:
         """Return an `Analysis` of the layers: shapes, learnables, memory and operations.

@@ -25,12 +25,12 @@ def _elementwise(
     computed from x if `from_x`, else from the result.
     """
     check.images(name, x)
-    backend, lanes, function = backends.of_value(x), x.lanes, function or name
+    backend, lanes, function = backends.of_value(x), x.raw, function or name
     y = backend.elementwise(function, lanes, *numbers)
     value = lanes if from_x else y
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dx = backend.elementwise_dx(function, dy.lanes, value, *numbers)
+        dx = backend.elementwise_dx(function, dy.raw, value, *numbers)
         return x.like(dx), *(None for _ in needs[1:])
 
     return x.like(y), vjp
@@ -55,8 +55,8 @@ def relu(x: Blocked) -> WithVjp[Blocked]:
     """Return max(x, 0), elementwise. The gradient at 0 is 0."""
     check.images("relu", x)
     backend = backends.of_value(x)
-    y = backend.relu(x.lanes)
-    return x.like(y), lambda dy, needs: (x.like(backend.relu_dx(dy.lanes, y)),)
+    y = backend.relu(x.raw)
+    return x.like(y), lambda dy, needs: (x.like(backend.relu_dx(dy.raw, y)),)
 
 
 def check_scale(name: str, scale: Any) -> None:
@@ -261,14 +261,14 @@ def prelu(x: Blocked, slope: Array) -> WithVjp[Blocked]:
         raise ValueError(
             f"prelu: expected slopes (1,) or {x.shape[1:2]} for x {x.shape}, got {slope.shape}"
         )
-    backend, lanes = backends.of_value(x), x.lanes
+    backend, lanes = backends.of_value(x), x.raw
     y = backend.prelu(lanes, slope)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dx = x.like(backend.prelu_dx(dy.lanes, lanes, slope)) if needs[0] else None
+        dx = x.like(backend.prelu_dx(dy.raw, lanes, slope)) if needs[0] else None
         if not needs[1]:
             return dx, None
-        return dx, backend.prelu_dslope(dy.lanes, lanes, len(slope), x.batch.tree)
+        return dx, backend.prelu_dslope(dy.raw, lanes, len(slope), x.batch.tree)
 
     return x.like(y), vjp
 

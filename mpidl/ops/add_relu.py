@@ -40,7 +40,7 @@ def add_relu(a: Blocked, b: Blocked) -> WithVjp[Blocked]:
             for value, need in zip(values, needs, strict=True)
         ]
         dz, sums = backend.add_relu_dx(
-            [part.lanes for part in parts], y, normalizations, a.batch.tree
+            [part.raw for part in parts], y, normalizations, a.batch.tree
         )
         return tuple(
             a.like(dz) if of_value is None else GradientWithSums(dz, a.batch, of_value, all(needs))

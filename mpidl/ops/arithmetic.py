@@ -93,7 +93,7 @@ def _sum_to(dy: Any, x: Any) -> Any:
 
 @op(blocks=True)
 def _add_blocked(a: Blocked, b: Blocked) -> WithVjp[Blocked]:
-    if a.dtype != b.dtype:
+    if a.storage != b.storage:
         return a.like(a.lanes + b.lanes), lambda dy, needs: (dy, dy)
     operands = addend(a), addend(b)
     return a.like(backends.of_value(a).add(*operands)), lambda dy, needs: (dy, dy)

@@ -146,16 +146,16 @@ def batchnorm(
     """
     check.images("batchnorm", x)
     _check("batchnorm", x.shape[1], gamma, beta, scope, x.shape)
-    backend, batch, lanes = backends.of_value(x), x.batch, x.lanes
+    backend, batch, lanes = backends.of_value(x), x.batch, x.raw
     counts = batch.counts()
     moments = backend.moments(lanes, counts, batch.tree)
     s = _statistics(backend, moments, batch, gamma, epsilon, scope, record)
     y = backend.batchnorm(lanes, s.shift, s.scale, beta)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        sums = backend.batchnorm_sums(dy.lanes, lanes, s.shift, batch.tree)
+        sums = backend.batchnorm_sums(dy.raw, lanes, s.shift, batch.tree)
         factors, dgamma, dbeta = _gradients(backend, sums, batch, scope, gamma, s)
-        dx = backend.batchnorm_dx(dy.lanes, lanes, s.shift, *factors, counts) if needs[0] else None
+        dx = backend.batchnorm_dx(dy.raw, lanes, s.shift, *factors, counts) if needs[0] else None
         return (None if dx is None else x.like(dx), dgamma, dbeta)
 
     return x.like(y), vjp
@@ -192,7 +192,7 @@ def batchnorm_predict(
         The normalized value, with the shape of x.
     """
     check.images("batchnorm_predict", x)
-    backend, lanes = backends.of_value(x), x.lanes
+    backend, lanes = backends.of_value(x), x.raw
     scale = backend.predict_scale(gamma, variance, epsilon)
     y = backend.batchnorm(lanes, mean, scale, beta)
 
@@ -200,7 +200,7 @@ def batchnorm_predict(
         _refuse_learnables(needs[1:])
         zeros = backend.zeros_like(scale)
         factors = scale, zeros, zeros
-        dx = backend.batchnorm_dx(dy.lanes, lanes, mean, *factors, x.batch.counts())
+        dx = backend.batchnorm_dx(dy.raw, lanes, mean, *factors, x.batch.counts())
         return x.like(dx), None, None, None, None
 
     return x.like(y), vjp
@@ -235,15 +235,16 @@ def conv2d_batchnorm(
 ) -> WithVjp[Blocked]:
     """Return batchnorm(conv2d(x, weight, bias), gamma, beta), clipped to `limits` if given.
 
-    The limits of a ReLU are 0 and infinity. The result has the same bytes as the result of separate
-    ops. The other arguments are as in `conv2d` (`options`) and `batchnorm`. The backend's attribute `fuses_convolutions` must be True.
+    The limits of a ReLU are 0 and infinity; other limits need a backend whose `defers_clips` is
+    True. The result has the same bytes as the result of separate ops. The other arguments are as in
+    `conv2d` (`options`) and `batchnorm`. The backend's `fuses_convolutions` must be True.
 
     Notes
     -----
     Only the output of the convolution is stored. Later ops normalize this output while they read
     it. The forward pass reads each block of 16 images once, to compute the activation of the input,
     the convolution and the moments. The backward pass also reads each block once. It computes the
-    gradient through ReLU and batch normalization, the gradients of weight, bias and x, and the sums
+    gradient through activation and batch normalization, the gradients of weight, bias and x, and the sums
     for the preceding batch normalization.
     """
     geometry = conv2d_geometry(x, weight, bias, **options)
@@ -258,9 +259,9 @@ def conv2d_batchnorm(
         if isinstance(dy, GradientWithSums):
             sums = dy.sums
         elif limits:
-            sums = backend.activation_sums(dy.lanes, value.deferred, tree)
+            sums = backend.activation_sums(dy.raw, value.deferred, tree)
         else:
-            sums = backend.batchnorm_sums(dy.lanes, y, s.shift, tree)
+            sums = backend.batchnorm_sums(dy.raw, y, s.shift, tree)
         factors, dgamma, dbeta = _gradients(backend, sums, batch, scope, gamma, s)
         gradients = _conv2d_backward(dy, x, value.deferred, weight, geometry, factors, needs[:3])
         return *gradients, dgamma, dbeta
@@ -303,7 +304,7 @@ def _conv2d_backward(
     backend, batch = backends.of_value(x), x.batch
     activation_before = needs[0] and isinstance(x, DeferredActivation)
     dx, dweight, dbias, sums = backend.conv2d_backward(
-        dy.lanes,
+        dy.raw,
         x.source,
         weight,
         geometry,

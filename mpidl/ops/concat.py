@@ -47,6 +47,6 @@ def concat(*values: Blocked | Var) -> WithVjp[Blocked]:
     channels = [v.image_shape[0] for v in blocked]
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        return tuple(first.like(part) for part in backend.split(dy.lanes, channels))
+        return tuple(first.like(part) for part in backend.split(dy.raw, channels))
 
     return first.like(backend.concat([readable(v) for v in blocked])), vjp

@@ -104,11 +104,11 @@ def conv2d_relu(
         raise ValueError(
             f"conv2d_relu: expected an addend of images {shape}, got {addend.shape[1:]}"
         )
-    joined = None if addend is None else addend.lanes
+    joined = None if addend is None else addend.raw
     y = backend.conv2d_relu(x.source, weight, bias, geometry, joined)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dz = backend.relu_dx(dy.lanes, y)
+        dz = backend.relu_dx(dy.raw, y)
         dx, dweight, dbias, _ = backend.conv2d_backward(
             dz, x.source, weight, geometry, batch.counts(), batch.tree, needs[:3]
         )
@@ -164,7 +164,7 @@ def conv2d(
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         batch = x.batch
         dx, dweight, dbias, _ = backend.conv2d_backward(
-            dy.lanes, x.source, weight, geometry, batch.counts(), batch.tree, needs
+            dy.raw, x.source, weight, geometry, batch.counts(), batch.tree, needs
         )
         return None if dx is None else x.like(dx), dweight, dbias
 

@@ -57,7 +57,7 @@ def conv2d_relu_norm_max_pool(
     pooled, argmax = backend.norm_max_pool(y, numbers, places)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dz = backend.norm_max_pool_relu_dx(dy.lanes, argmax, y, numbers, places)
+        dz = backend.norm_max_pool_relu_dx(dy.raw, argmax, y, numbers, places)
         dx, dweight, dbias, _ = backend.conv2d_backward(
             dz, x.source, weight, geometry, batch.counts(), batch.tree, needs
         )

@@ -34,13 +34,13 @@ def flatten(x: Blocked) -> WithVjp[Blocked]:
     features = math.prod(shape)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dx = dy.lanes.reshape(len(dy.lanes), *shape, LANES)
+        dx = dy.raw.reshape(len(dy.raw), *shape, LANES)
         sums = dy.sums if isinstance(dy, GradientWithSums) else None
         return (x.like(dx) if sums is None else GradientWithSums(dx, x.batch, sums),)
 
     if isinstance(x, DeferredActivation):  # the result stays deferred
         return x.reshape((features,)), vjp
-    return x.like(x.lanes.reshape(len(x.lanes), features, LANES)), vjp
+    return x.like(x.raw.reshape(len(x.raw), features, LANES)), vjp
 
 
 @op(blocks=True)

@@ -73,6 +73,6 @@ def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> Wi
         return backend.dropout(lanes, *dropout_args, *batch.samples())
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        return (x.like(apply(dy.lanes)), None)[: len(needs)]
+        return (x.like(apply(dy.raw)), None)[: len(needs)]
 
-    return x.like(apply(x.lanes)), vjp
+    return x.like(apply(x.raw)), vjp

@@ -56,11 +56,11 @@ def cross_channel_norm(
     check.images("cross_channel_norm", x)
     check_window("cross_channel_norm", window, alpha, beta, k)
     backend, norm = backends.of_value(x), ChannelNorm(window, float(alpha), float(beta), float(k))
-    lanes = x.lanes
+    lanes = x.raw
     y = backend.cross_channel_norm(lanes, norm)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dx = backend.cross_channel_norm_dx(dy.lanes, lanes, norm)
+        dx = backend.cross_channel_norm_dx(dy.raw, lanes, norm)
         return (x.like(dx), None)[: len(needs)]
 
     return x.like(y), vjp

@@ -43,11 +43,11 @@ def pad2d(x: Blocked, padding: check.PaddingArgument, *, value: float = 0.0) -> 
     sides = check.pads("pad2d", padding)
     check_value("pad2d", value)
     backend = backends.of_value(x)
-    y = backend.pad2d(x.lanes, sides, value)
+    y = backend.pad2d(x.raw, sides, value)
     (top, bottom), (left, right) = sides
     negated = (-top, -bottom), (-left, -right)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        return (x.like(backend.pad2d(dy.lanes, negated, 0.0)), None)[: len(needs)]
+        return (x.like(backend.pad2d(dy.raw, negated, 0.0)), None)[: len(needs)]
 
     return x.like(y), vjp

@@ -107,7 +107,7 @@ def max_pool2d(
     y, argmax = backend.max_pool2d(x.source, places)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dx, sums = backend.max_pool2d_dx(dy.lanes, argmax, x.source, places, x.batch.tree)
+        dx, sums = backend.max_pool2d_dx(dy.raw, argmax, x.source, places, x.batch.tree)
         return (_cotangent(x, dx, sums), None)[: len(needs)]
 
     return x.like(y), vjp
@@ -171,9 +171,7 @@ def average_pool2d(
     y = backend.average_pool2d(x.source, places, count_padding)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dx, sums = backend.average_pool2d_dx(
-            dy.lanes, x.source, places, count_padding, x.batch.tree
-        )
+        dx, sums = backend.average_pool2d_dx(dy.raw, x.source, places, count_padding, x.batch.tree)
         return (_cotangent(x, dx, sums), None)[: len(needs)]
 
     return x.like(y), vjp

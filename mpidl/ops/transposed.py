@@ -109,12 +109,12 @@ def transposed_conv2d(
     conv_args = _arguments(
         x.image_shape, weight.shape, bias_shape, check.fixed(stride), check.fixed(cropping)
     )
-    backend, batch, lanes = backends.of_value(x), x.batch, x.lanes
+    backend, batch, lanes = backends.of_value(x), x.batch, x.raw
     y = backend.transposed_conv2d(lanes, weight, bias, *conv_args)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dx, dweight, dbias = backend.transposed_conv2d_backward(
-            dy.lanes, lanes, weight, *conv_args, batch.counts(), batch.tree, needs
+            dy.raw, lanes, weight, *conv_args, batch.counts(), batch.tree, needs
         )
         return None if dx is None else x.like(dx), dweight, dbias
 

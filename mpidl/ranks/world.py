@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mpidl import backends
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.comm import world
@@ -181,13 +182,15 @@ class World(world.World):
         Raises
         ------
         UserError
-            If a requested GPU cannot be used. All ranks raise it.
+            If a requested GPU cannot be used, or if the chosen device does not have the precision
+            that `dl.configure` has set. All ranks raise it.
         """
         if self.device_request == (device, gpus):
             return []
         from mpidl.ranks import devices
 
         gpu, lines = devices.choose_device(self, device, gpus)
+        backends.check_precision(settings.precision, on_gpu=gpu is not None)
         devices.use_gpu(self, gpu)
         self.device_request = device, gpus
         return lines if self.rank == 0 else []

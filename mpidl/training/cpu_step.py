@@ -257,7 +257,8 @@ def _settings(net, optimizer):
     """Return what determines the kernel calls of a training step, apart from its arrays."""
     parts = [*net.layers, *optimizer.transforms]
     factors, tables = optimizer.learning_rate_factors, [*optimizer.state_arrays]
-    options = net.batchnorm, net.fuse, settings.winograd, optimizer.average_share is None
+    options = net.batchnorm, net.fuse, optimizer.average_share is None
+    options += settings.winograd, settings.precision
     return [*options, factors, tables, *map(type, parts), *map(vars, parts)]
 
 

@@ -216,6 +216,7 @@ def prepare(
         whitening.whiten(net, images, world)
     net.preprocess = datastore.preprocess or net.preprocess
     net.input_function = None
+    net.trained_precision = None if options.precision == "fp32" else options.precision
     loss = options.loss_with_options()
     net.classes = losses.trained_classes(loss, net, datastore)
     net.loss = losses.trained_loss(loss, net, datastore)

@@ -151,15 +151,18 @@ class Session:
     def use_options(self, options: TrainingOptions, console: Console | None = None) -> list[str]:
         """Prepare the ranks and the console as the options say; return lines to print.
 
-        A device that the world has already chosen is kept if the option is "auto".
+        A device that the world has already chosen is kept if the option is "auto". Raises UserError
+        on all ranks if the device does not have the precision.
         """
         world = self.world
-        backends.configure(winograd=options.winograd, precision=options.precision)
+        # The device decides which precisions exist; all devices have fp32.
+        backends.configure(winograd=options.winograd, precision="fp32")
         is_settled = world.device_request is not None or world.device is not None
         lines = []
         if options.device != "auto" or not is_settled:
             gpus = None if options.gpus is None else str(options.gpus)
             lines = world.use_device(options.device, gpus)
+        backends.configure(precision=options.precision)
         lost_ranks.prepare(options, world)
         self.console = console or Console(
             world.rank, verbose_every=options.verbose_every, progress=options.verbose == "on"

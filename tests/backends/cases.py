@@ -170,8 +170,8 @@ BETWEEN = ("x", "weight", "geometry", "counts", "tree")
 
 def through_activations(backend, a):
     """Call conv2d_backward with an activation after it, a deferred input, and the sums of dx."""
-    source = backend.source(a["y"], *a["after"], *a.get("limits", RELU))
-    if a.get("limits", RELU) is None:
+    source = backend.source(a["y"], *a["after"], *(a["limits"] or RELU))
+    if not a["limits"]:
         source = NormalizedInput(*source[:4])
     return backend.conv2d_backward(
         *(a["dy"], *(a[name] for name in BETWEEN), a.get("needs", ALL)),
@@ -309,15 +309,15 @@ def batch_normalization(shape):
         *("activation", label, {"source": deferred(*shape)}, 1e-6),
         oracle=lambda backend, a: a["source"],
     )
-    clipped = deferred(*shape, limits=CLIP)
-    on_cpu = {"backends": CPU}
-    for name, source, options in ((label, deferred(*shape), {}), (f"{label}, clip", clipped, on_cpu)):
+    for limits, backends in ((RELU, ("cpu", "gpu")), (CLIP, CPU)):
+        source = deferred(*shape, limits=limits)
+        name = label if limits is RELU else f"{label}, clip"
         yield Case(
             *("activation_sums", name, {"dy": dy, "source": source}, 1e-6),
             oracle=lambda backend, a: separate_activation_sums(
                 backend, a["dy"], a["sources"]["source"], a["tree"]
             ),
-            **options,
+            backends=backends,
         )
     yield Case("relu", label, {"x": x}, 0)
     # All numbers are equal, but the signs of zeros may differ.

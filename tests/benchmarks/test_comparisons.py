@@ -41,6 +41,7 @@ def test_arguments():
     assert "did you mean channels_last?" in refused("compare --variants eager,chanels_last")
     assert "--image must be CxHxW" in refused("step --image 28x28")
     assert "--held-to must be among avx2" in refused("compare --held-to sse")
+    assert "choose from 'fp32', 'bf16'" in refused("compare --precision tf32")
     assert "unknown option --ranks" in refused("kernels --ranks 2")
 
 
@@ -94,48 +95,99 @@ def test_the_ratio_is_the_fastest_variant_over_ours(capsys):
     assert (figures["best_variant"], figures["ours_ms"]) == ("compile", 2000.0)
     assert figures["torch_ms"] == {"eager": 6600.0, "compile": 5000.0} and figures["ratio"] == 2.5
     assert figures["loss_difference"] == pytest.approx(1e-3)
-    assert "ratio 2.50" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "ratio 2.50" in printed and "compile in fp32 against ours in fp32" in printed
+    assert figures["precision"] == "fp32"
 
 
-def test_bfloat16_is_compared_separately(capsys):
-    """The ratio compares float32 with float32, even if PyTorch is faster in bfloat16."""
-    line = "compare --variants channels_last,channels_last+bf16,compile+channels_last+bf16"
+def test_the_precision_of_a_ratio(capsys):
+    """PyTorch's variants have the precision of ours; libraries and mpidl-fp32 stay in float32."""
+    line = "compare --precision bf16 --variants channels_last --with jax,mpidl-fp32"
     options = arguments.parse(line.split())
-    assert options.variants[1:] == ["channels_last+bf16", "compile+channels_last+bf16"]
-    assert "bf16" not in "".join(arguments.parse(["compare"]).variants)
-    pairs = {"channels_last": (2.0, 6.0), "eager": (2.0, 7.0), "channels_last+bf16": (2.0, 3.0)}
-    losses = {"ours": [2.0, 1.0], **{name: [2.0, 1.0] for name in pairs}}
-    losses["channels_last+bf16"] = [2.02, 1.0]
-    versions = dict.fromkeys(pairs, "2.13.0")
+    assert arguments.parse(["compare"]).precision == "fp32"
+    pairs = {"channels_last": (2.0, 3.0), "jax": (2.0, 2.5), "mpidl-fp32": (2.0, 2.2)}
+    losses = {"ours": [2.0, 1.0], **{name: [2.02, 1.0] for name in pairs}}
     times = {name: [pair] * 3 for name, pair in pairs.items()}
+    versions = {"channels_last": "2.13.0", "jax": "", "mpidl-fp32": ""}
     figures = compare.evaluate(options, times, losses, versions)
-    assert (figures["best_variant"], figures["ratio"]) == ("channels_last", 3.0)
-    assert figures["ratio_by_version"] == {"2.13.0": 3.0}
-    text = "bf16: ratio 1.50: channels_last+bf16 against ours in float32"
-    assert text in capsys.readouterr().out
-    only = {"channels_last+bf16": times["channels_last+bf16"]}
-    figures = compare.evaluate(options, only, losses, versions)
-    assert (figures["best_variant"], figures["ratio"]) == ("channels_last+bf16", 1.5)
+    assert (figures["best_variant"], figures["ratio"]) == ("channels_last", 1.5)
+    assert (figures["precision"], figures["ratio_by_version"]) == ("bf16", {"2.13.0": 1.5})
+    printed = capsys.readouterr().out
+    assert "channels_last in bf16 against ours in bf16" in printed and "jax (fp32)" in printed
+    options.predict = True
+    times["onnxruntime"] = [(2.0, 2.4)] * 3
+    options.libraries.append("onnxruntime")
+    figures = compare.evaluate(options, times, losses | {"onnxruntime": [2.0]}, versions)
+    assert (figures["best_variant"], figures["ratio"]) == ("onnxruntime", 1.2)
+    assert "onnxruntime in fp32 against ours in bf16" in capsys.readouterr().out
+    options.predict, only_ours = False, {"mpidl-fp32": times["mpidl-fp32"]}
+    assert compare.evaluate(options, only_ours, losses)["best_variant"] == "mpidl-fp32"
+
+
+def test_our_float32_is_a_side_only_beside_another_precision(monkeypatch):
+    options = arguments.parse(["compare", "--with", "mpidl-fp32"])
+    with pytest.raises(UserError, match="--with mpidl-fp32: expected --precision bf16, found fp32"):
+        compare.main(options)
+    monkeypatch.setattr(compare.torch_versions, "find", lambda words: [])
+    tasks = []
+    monkeypatch.setattr(turns, "Side", lambda name, commands, *rest: tasks.append(commands[0][-1]))
+    options = arguments.parse("compare --precision bf16 --with mpidl-fp32".split())
+    compare.our_side(options, "folder")
+    compare.other_sides(options)["mpidl-fp32"].start("folder")
+    assert [json.loads(task)["precision"] for task in tasks] == ["bf16", "fp32"]
+
+
+class MemorySide:
+    """A side whose step takes `mib` MiB of memory."""
+
+    def __init__(self, mib):
+        self.mib = mib
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def ask(self, action, count=0):
+        return [{"describe": {"versions": {}}, "memory": self.mib * 2**20}.get(action)]
+
+
+def test_memory_in_both_precisions(monkeypatch, capsys):
+    options = arguments.parse("compare --memory --precision bf16 --with mpidl-fp32".split())
+    options.busy = 0.0
+    monkeypatch.setattr(compare, "our_side", lambda options, folder: MemorySide(60))
+    monkeypatch.setattr(compare, "check_onednn", lambda name, side: {})
+    sides = {
+        name: compare.OtherSide(version, lambda folder, mib=mib: MemorySide(mib))
+        for name, version, mib in (("eager", "2.13.0", 90), ("mpidl-fp32", "", 80))
+    }
+    record = compare.compare_memory(options, sides, "folder")
+    assert (record["memory_ratio"], record["least_variant"]) == (1.5, "eager")
+    assert (record["ours_mib"], record["fp32_mib"], record["precision"]) == (60, 80, "bf16")
+    assert "ours in bf16 / ours in fp32 0.75" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("side", "difference", "is_same"),
+    ("precision", "side", "difference", "is_same"),
     [
-        ("channels_last", 9e-5, True),
-        ("channels_last", 2e-4, False),
-        ("channels_last 2.12.1", 2e-4, False),
-        ("channels_last+bf16", 1e-2, True),
-        ("channels_last+bf16 2.12.1", 1e-2, True),
-        ("compile+channels_last+bf16", 3e-2, False),
-        ("channels_last+bf16", float("nan"), False),
+        ("fp32", "channels_last", 9e-5, True),
+        ("fp32", "channels_last", 2e-4, False),
+        ("fp32", "channels_last 2.12.1", 2e-4, False),
+        ("bf16", "channels_last", 1e-2, True),
+        ("bf16", "channels_last 2.12.1", 3e-2, True),  # both sides round
+        ("bf16", "compile+channels_last", 5e-2, False),
+        ("bf16", "jax", 1e-2, True),
+        ("bf16", "jax", 3e-2, False),  # only ours rounds
+        ("bf16", "channels_last", float("nan"), False),
     ],
 )
-def test_losses_of_the_same_computation(monkeypatch, side, difference, is_same):
+def test_losses_of_the_same_computation(monkeypatch, precision, side, difference, is_same):
     record = {"loss_differences": {side: difference}}
     monkeypatch.setattr(compare.torch_step, "require", lambda command: None)
     monkeypatch.setattr(compare, "other_sides", lambda options: {})
     monkeypatch.setattr(compare, "compare_time", lambda *arguments: record)
-    options = arguments.parse(["compare"])
+    options = arguments.parse(["compare", "--precision", precision, "--with", "jax"])
     if is_same:
         assert compare.main(options) is record
     else:

@@ -32,9 +32,10 @@ def test_the_ratio_is_that_of_medians(capsys):
 
 
 def test_the_clock_ends_a_training(world):
-    job = argparse.Namespace(network="fashion", epochs=3, threads=1)
+    job = argparse.Namespace(network="fashion", epochs=3, threads=1, precision="bf16")
     options = time_to_accuracy.recipe(job, 0)
     assert options.partial_minibatch == "discard" and options.epochs == 3
+    assert options.precision == "bf16"
     for accuracy, epochs in ((0.0, 1), (1.1, 3)):
         clock = time_to_accuracy.Clock(pictures(30, "others"), accuracy)
         net = dl.nn.zoo.fashion((1, 6, 6), 3)

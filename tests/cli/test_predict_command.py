@@ -9,6 +9,7 @@ from PIL import Image
 from single_rank import numbers
 
 import mpidl as dl
+from mpidl.backends import settings
 from mpidl.cli import predict
 
 SIDE, COUNT, IGNORED = 6, 20, 255
@@ -127,3 +128,37 @@ def test_a_damaged_description_of_the_loss(images, tmp_path):
     with pytest.raises(dl.UserError) as error:
         dl.load_model(tmp_path / "model.h5")
     assert re.search("its network cannot be built: loss: expected one of .*'l1'", str(error.value))
+
+
+def test_the_precision_is_printed_if_it_is_not_fp32(images, tmp_path, capsys, monkeypatch):
+    """A model that was trained in bf16 predicts in fp32, unless the user chooses bf16."""
+    monkeypatch.setattr(settings, "precision", "fp32")
+    labels = np.arange(COUNT) % 2
+    np.savez(tmp_path / "set.npz", images=images, labels=labels)
+    store = dl.ArrayDatastore(images, labels)
+    lines = {}
+    for trained_in in ("fp32", "bf16"):
+        net = save_trained(tmp_path, store, [dl.Dense(2)], precision=trained_in)
+        assert net.trained_precision == (None if trained_in == "fp32" else trained_in)
+        for precision in ("fp32", "bf16"):
+            dl.configure(precision="fp32")
+            words = ["--model", tmp_path / "model.h5", "--data", tmp_path / "set.npz"]
+            assert (
+                predict.main([*map(str, words), "--precision", precision, "--device", "cpu"]) == 0
+            )
+            assert settings.precision == precision
+            found = re.findall("^Precision: (.*)$", capsys.readouterr().err, re.M)
+            lines[trained_in, precision] = found
+    assert lines == {
+        ("fp32", "fp32"): [],
+        ("fp32", "bf16"): ["bf16, trained in fp32"],
+        ("bf16", "fp32"): ["fp32, trained in bf16"],
+        ("bf16", "bf16"): ["bf16, trained in bf16"],
+    }
+    net, description = dl.load_model(tmp_path / "model.h5")
+    assert net.trained_precision == description["trained_precision"] == "bf16"
+    assert net.up_to(net.layer_names[-1]).trained_precision == "bf16"
+    dl.train(net, store, dl.TrainingOptions(max_iterations=1))
+    assert net.trained_precision is None
+    text = refusal_of(tmp_path, tmp_path / "set.npz", "--precision", "tf32")
+    assert text == "--precision tf32: expected fp32 or bf16 on CPUs; tf32 needs --device gpu"

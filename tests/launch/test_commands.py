@@ -13,6 +13,7 @@ import pytest
 from launcher import mpirun
 
 import mpidl as dl
+from mpidl.backends.cpu import builds
 from mpidl.cli import user_files
 
 FILES = {
@@ -69,7 +70,7 @@ def test_train_writes_its_files(trained):
         *("accuracy", "loss", "epochs", "iterations", "ranks", "threads", "device"),
         *("images_per_second", "train_seconds", "weights_sha256"),
         *("best_iteration", "validation_loss", "validation_accuracy", "stopped"),
-        *("rollbacks", "skipped_images", "lost_ranks"),
+        *("rollbacks", "skipped_images", "lost_ranks", "precision"),
     }
     for name in ("best_iteration", "validation_loss", "validation_accuracy", "stopped"):
         assert summary[name] is None
@@ -177,13 +178,33 @@ def test_verify_refuses(tmp_path):
         assert text in jobs.refusal(pool.run(ranks, *words))
 
 
+def test_training_in_bf16(pictures, tmp_path):
+    """The precision is printed and recorded, and a resumed run keeps it."""
+    out = tmp_path / "run"
+    lines = jobs.output_lines(jobs.train(2, pictures, out, *SHORT, "--precision", "bf16"))
+    assert any(re.fullmatch(r"Ranks: 2, cpu in bf16, \d threads? each", line) for line in lines)
+    assert jobs.summary(out)["precision"] == "bf16"
+    assert dl.load_model(out / "model.h5")[0].trained_precision == "bf16"
+    text = jobs.refusal(jobs.resume(1, out, "--precision", "fp32", "--max-iterations", 4, check=2))
+    assert text.endswith("--precision was bf16, is fp32")
+    jobs.resume(1, out, "--max-iterations", 4)
+    jobs.train(
+        2, pictures, tmp_path / "whole", *SHORT, "--max-iterations", 4, "--precision", "bf16"
+    )
+    jobs.assert_same_end(tmp_path / "whole", out)
+    words = [*SHORT, "--precision", "tf32", "--device", "cpu"]
+    text = jobs.refusal(jobs.train(2, pictures, tmp_path / "tf32", *words, check=2))
+    assert "--precision tf32: expected fp32 or bf16 on CPUs; tf32 needs --device gpu" in text
+    assert not (tmp_path / "tf32").exists()
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow("jobs"))])
 def test_info(ranks):
     lines = pool.run(ranks, "-m", "mpidl.info", check=0).stdout.splitlines()
     facts = {line[:13].strip(): line[14:] for line in lines}
     names = ("mpidl", "Python", "CPU", "CPU features", "mpi4py", "fabric", "/dev/shm")
     names += ("GPU", "CuPy", "NVRTC", "GPU cache", "GPU driver", "GPU messages")
-    for name in (*names, "arithmetic", "kernels"):
+    for name in (*names, "arithmetic", "kernels", "bf16"):
         assert facts[name], name
     assert facts["NumPy"].startswith(f"{np.__version__}, BLAS ")
     assert any(word in facts["MPI"].lower() for word in ("mpich", "open mpi", "intel"))
@@ -195,6 +216,18 @@ def test_info(ranks):
     assert all(line.startswith(("warning: ", "note: ")) for line in table[1 + ranks :])
 
 
+@pytest.mark.parametrize("build, text", [("generic", "widened to float32;"), ("numpy", "by NumPy")])
+def test_info_says_how_a_build_computes_in_bf16(build, text):
+    if build != "numpy" and build not in builds.built():
+        pytest.skip(f"no build {build}")
+    lines = pool.run(1, "-m", "mpidl.info", env={"MPIDL_CPU": build}, check=0).stdout.splitlines()
+    facts = {line[:13].strip(): line[14:] for line in lines}
+    assert facts["bf16"].startswith(text)
+    for name in builds.built():
+        kind = "native" if name.endswith("-bf16") else "widened"
+        assert f"{name} ({kind} bf16" in facts["kernels"]
+
+
 def test_info_as_json():
     """The facts about each rank are those that this process gets from the system."""
     text = pool.run(2, "-m", "mpidl.info", "--json", "--threads", 999, check=0).stdout
@@ -202,6 +235,7 @@ def test_info_as_json():
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     for rank in report["ranks"]:
         assert rank["host"] == os.uname().nodename and rank["threads"] == 999
+        assert rank["native_bf16"] == rank["kernels"].endswith("-bf16")
         assert rank["memory"]["total"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         assert set(rank["cores"]) <= set(os.sched_getaffinity(0))
         status = os.statvfs("/dev/shm")

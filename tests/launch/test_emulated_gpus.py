@@ -49,6 +49,14 @@ def test_training_on_several_ranks(ranks, options, env, single, pictures, tmp_pa
     assert jobs.summary(tmp_path)["ranks"] == ranks
 
 
+def test_gpus_have_no_bf16(pictures, tmp_path):
+    """The device is chosen by auto, and the folder of the run is not made."""
+    words = ["train", "--precision", "bf16", "--network", NETWORK, "--data", pictures]
+    result = run(2, *words, "--out", tmp_path / "out", check=2)
+    text = "--precision bf16: expected fp32 or tf32 on GPUs; bf16 needs --device cpu"
+    assert text in jobs.refusal(result) and not (tmp_path / "out").exists()
+
+
 @SLOW
 @pytest.mark.parametrize("graphs", ["auto", "off"])
 def test_a_timeline_has_the_work_of_the_gpus(graphs, single, pictures, tmp_path):

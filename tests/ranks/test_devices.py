@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from image_sets import refusal
 
+import mpidl as dl
+from mpidl.backends import settings
 from mpidl.backends.discovery import Gpu, Visible
 from mpidl.backends.gpu import nvrtc
 from mpidl.comm import nccl
@@ -159,6 +161,28 @@ def test_devices_of_the_world(world, monkeypatch):
     monkeypatch.setattr(devices, "visible", lambda: Visible((), "no NVIDIA driver"))
     assert world.use_device("auto") == [] and world.device is None
     assert "found none on" in refusal(world.use_device, "gpu")
+
+
+def test_the_device_must_have_the_precision(world, monkeypatch):
+    """The error names the option and the device, which `auto` may have chosen, and its values."""
+    monkeypatch.setattr(settings, "precision", "fp32")
+    gpus = {"cpu": None, "gpu": gpu("A")}
+    monkeypatch.setattr(devices, "choose_device", lambda world, device, _: (gpus[device], []))
+    opened = []
+    monkeypatch.setattr(devices, "use_gpu", lambda world, gpu: opened.append(gpu))
+    monkeypatch.setattr(world, "device_request", None)
+    text = refusal(dl.configure, precision="tf32")
+    assert text == "--precision tf32: expected fp32 or bf16 on CPUs; tf32 needs --device gpu"
+    assert settings.precision == "fp32"
+    dl.configure(precision="bf16")
+    text = refusal(world.use_device, "gpu")
+    assert text == "--precision bf16: expected fp32 or tf32 on GPUs; bf16 needs --device cpu"
+    assert opened == [] and world.use_device("cpu") == []
+    monkeypatch.setattr(settings, "on_gpu", True)
+    assert refusal(dl.configure, precision="bf16") == text
+    dl.configure(precision="tf32")
+    assert settings.precision == "tf32" and world.use_device("gpu") == []
+    assert "tf32: expected fp32 or bf16 on CPUs" in refusal(world.use_device, "cpu")
 
 
 def able(*letters, version=22707, aware=False, host="node0"):

@@ -33,8 +33,8 @@ class Draw(NamedTuple):
     """An argument that is drawn at random.
 
     kind: "lanes" (a value per image), "deferred" (lanes that are the input of an activation),
-    "normalized" (the same without limits), "images" (an entry per image), "samples" (sample numbers),
-    "filters" (weights of images) or "plain".
+    "normalized" (the same without limits), "images" (an entry per image), "samples" (sample
+    numbers), "filters" (weights of images) or "plain".
     """
 
     kind: str

@@ -13,6 +13,7 @@ from single_rank import numbers
 
 import mpidl as dl
 from mpidl import phases
+from mpidl.backends import settings
 from mpidl.backends.cpu.recorder import Recorder
 from mpidl.comm.host_memory import HostMemory
 from mpidl.data import MinibatchQueue
@@ -376,6 +377,18 @@ def test_changes_between_steps_are_noticed(world):
 
     step = assert_equal(small, SOLVERS["sgdm"], world, change=change)
     assert step.largest is not None
+
+
+def test_changes_of_the_precision_are_noticed(world, monkeypatch):
+    monkeypatch.setattr(settings, "precision", "fp32")
+
+    def change(step, iteration):
+        dl.configure(precision="bf16" if 4 <= iteration < 9 else "fp32")
+
+    step = assert_equal(small, SOLVERS["sgdm"], world, change=change, epochs=5)
+    assert is_replayed(step) and step.largest.is_current()
+    dl.configure(precision="bf16")
+    assert not step.largest.is_current()
 
 
 def test_changes_of_the_decay_and_a_new_average_are_noticed(world):

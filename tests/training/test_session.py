@@ -8,6 +8,7 @@ import os
 import pytest
 
 import mpidl as dl
+from mpidl.backends import settings
 from mpidl.training.files import checkpoint
 from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.files.run_folder import COMMAND_WORDS
@@ -86,3 +87,33 @@ def test_a_folder_that_cannot_be_created_is_refused(folder):
     assert refused(out=out, title="digits").startswith(f"--out {out}: cannot be written: ")
     (folder / "runs").write_text("")
     assert refused(title="digits").startswith("runs: cannot be written: ")
+
+
+def test_a_run_computes_in_the_precision_of_its_options(folder, monkeypatch):
+    """A run sets it, whatever an earlier run has set, and refuses what its device lacks."""
+    monkeypatch.setattr(settings, "precision", "fp32")
+    session = session_of()
+    for precision in ("bf16", "fp32"):
+        session.use_options(dl.TrainingOptions(precision=precision, device="cpu"))
+        assert settings.precision == precision
+    for device in ("auto", "cpu"):
+        with pytest.raises(dl.UserError, match="^--precision tf32: expected fp32 or bf16 on CPUs;"):
+            session.use_options(dl.TrainingOptions(precision="tf32", device=device))
+
+
+def test_a_gpu_runs_after_a_run_in_bf16(folder, monkeypatch):
+    """The precision of an earlier run on CPUs does not count for the choice of the device."""
+    monkeypatch.setattr(settings, "precision", "bf16")
+    session, seen = session_of(), []
+
+    def use_device(device, gpus):
+        seen.append(settings.precision)
+        settings.on_gpu = True
+        return []
+
+    monkeypatch.setattr(settings, "on_gpu", False)
+    monkeypatch.setattr(session.world, "use_device", use_device)
+    session.use_options(dl.TrainingOptions(device="gpu", precision="tf32"))
+    assert seen == ["fp32"] and settings.precision == "tf32"
+    with pytest.raises(dl.UserError, match="^--precision bf16: expected fp32 or tf32 on GPUs;"):
+        session.use_options(dl.TrainingOptions(device="gpu", precision="bf16"))

@@ -19,7 +19,7 @@ def elementwise_dx(function, dy, value, *numbers):
 
 
 def _elementwise(function, x, dy, numbers):
-    out, (a, b) = arenas.empty(x.shape), (*numbers, 0.0, 0.0)[:2]
+    out, (a, b) = arenas.empty(x.shape, x.dtype), (*numbers, 0.0, 0.0)[:2]
     x, rows = np.ascontiguousarray(x), out.size // LANES
     if kernels().elementwise(function.encode(), x, dy, out, a, b, rows) == 0:
         raise TypeError(f"kernels/formulas.h has no function {function}")
@@ -27,25 +27,25 @@ def _elementwise(function, x, dy, numbers):
 
 
 def relu(x):
-    y = arenas.empty(x.shape)
+    y = arenas.empty(x.shape, x.dtype)
     kernels().relu(np.ascontiguousarray(x), y, *sizes(x))
     return y
 
 
 def relu_dx(dy, y):
-    dx = arenas.empty(y.shape)
+    dx = arenas.empty(y.shape, y.dtype)
     kernels().relu_dx(np.ascontiguousarray(dy), np.ascontiguousarray(y), dx, *sizes(y))
     return dx
 
 
 def prelu(x, slope):
-    y = arenas.empty(x.shape)
+    y = arenas.empty(x.shape, x.dtype)
     kernels().prelu(np.ascontiguousarray(x), *_slopes(slope), y, *sizes(x))
     return y
 
 
 def prelu_dx(dy, x, slope):
-    dx, arrays = arenas.empty(x.shape), map(np.ascontiguousarray, (dy, x))
+    dx, arrays = arenas.empty(x.shape, x.dtype), map(np.ascontiguousarray, (dy, x))
     kernels().prelu_dx(*arrays, *_slopes(slope), dx, *sizes(x))
     return dx
 

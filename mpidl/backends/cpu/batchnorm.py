@@ -6,7 +6,14 @@ import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
-from mpidl.backends.cpu.call import NO_NORM, partial_of_rows, per_channel, source_of, tree_of
+from mpidl.backends.cpu.call import (
+    NO_NORM,
+    as_type,
+    partial_of_rows,
+    per_channel,
+    source_of,
+    tree_of,
+)
 from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.fold import Counter, merge_moments
 
@@ -18,6 +25,7 @@ def sizes(x):
 
 
 def channel_sums(x, tree):
+    x = as_type(x, np.dtype(np.float32))
     sums = np.empty(x.shape[:2], np.float32)
     height, width = x.shape[2:4] if x.ndim == 5 else (1, sizes(x)[2])
     kernels().channel_sums(np.ascontiguousarray(x), sums, *x.shape[:2], height, width)
@@ -41,29 +49,29 @@ def batchnorm(x, mean, scale, beta):
 
 def activation(source):
     x, *norm = source_of(source)
-    y = arenas.empty(x.shape)
+    y = arenas.empty(x.shape, x.dtype)
     kernels().batchnorm(x, *norm, y, *sizes(x))
     return y
 
 
 def batchnorm_sums(dy, x, mean, tree):
-    return _sums(dy, np.ascontiguousarray(x), per_channel(mean), *NO_NORM[1:], tree)
+    return _sums(dy, (np.ascontiguousarray(x), per_channel(mean), *NO_NORM[1:]), tree)
 
 
 def activation_sums(dy, source, tree):
-    return _sums(dy, *source_of(source), tree)
+    return _sums(dy, source_of(source), tree)
 
 
-def _sums(dy, x, mean, scale, beta, low, high, tree):
-    blocks, channels, pixels = sizes(x)
+def _sums(dy, source, tree):
+    blocks, channels, pixels = sizes(source[0])
     rows = arenas.empty((blocks, 2 * channels), np.float64)
-    norm, geometry = (mean, scale, beta, low, high), (blocks, channels, pixels, tree_of(tree))
-    kernels().batchnorm_sums(np.ascontiguousarray(dy), x, *norm, rows, *geometry)
+    geometry = blocks, channels, pixels, tree_of(tree)
+    kernels().batchnorm_sums(np.ascontiguousarray(dy), *source, rows, *geometry)
     return partial_of_rows(rows, tree)
 
 
 def batchnorm_dx(dy, x, mean, a, b, c, counts):
-    dx = arenas.empty(x.shape)
+    dx = arenas.empty(x.shape, x.dtype)
     vectors = map(per_channel, (mean, a, b, c))
     dy, x = np.ascontiguousarray(dy), np.ascontiguousarray(x)
     kernels().batchnorm_dx(dy, x, *vectors, dx, counts, *sizes(x))
@@ -105,4 +113,4 @@ def predict_scale(gamma, variance, epsilon):
 
 
 def source(y, mean, scale, beta, low=0.0, high=math.inf):
-    return DeferredInput(y, *map(per_channel, (mean, scale, beta)), low, high)
+    return DeferredInput(y, per_channel(mean), per_channel(scale), per_channel(beta), low, high)

@@ -17,12 +17,19 @@ import numpy as np
 
 from mpidl.backends import declarations, settings
 from mpidl.core.blocks import LANES
+from mpidl.core.values import BF16
 from mpidl.errors import UserError
 
 # The Linux names of the CPU features that each build needs. The best build comes first.
 AVX2 = frozenset("avx2 fma bmi1 bmi2".split())
 AVX512 = AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
-NEEDS = {"x86-64-v4": AVX512, "x86-64-v3": AVX2, "generic": frozenset(), "numpy": frozenset()}
+NEEDS = {
+    "x86-64-v4-bf16": AVX512 | {"avx512_bf16"},
+    "x86-64-v4": AVX512,
+    "x86-64-v3": AVX2,
+    "generic": frozenset(),
+    "numpy": frozenset(),
+}
 ORDER = list(NEEDS)
 
 # Functions that use neither the threads nor the scratch memory of the library. Threads that prepare
@@ -63,7 +70,8 @@ TYPES = {
 @functools.cache
 def _pointer(name, const):
     """Return a ctypes type that accepts C-contiguous arrays of a C type, or None for NULL."""
-    dtype = np.dtype({"float": "f4", "double": "f8"}.get(name, name.removesuffix("_t")))
+    dtypes = {"float": np.dtype("f4"), "double": np.dtype("f8"), "uint16_t": BF16}
+    dtype = dtypes.get(name) or np.dtype(name.removesuffix("_t"))
 
     def from_param(array):
         if array is None:
@@ -211,8 +219,22 @@ class Library:
         function.restype, function.argtypes = self._declared[name]
         if name not in ANY_THREAD:
             function = _one_at_a_time(name, function, self._missing_bytes)
+        if f"{name}_bf16" in self._declared:
+            function = self._by_storage(name, function)
         setattr(self, name, function)
         return function
+
+    def _by_storage(self, name, function):
+        """Return a function that calls the kernel for float32 or the one for bfloat16 arrays."""
+        for_bf16, types = getattr(self, f"{name}_bf16"), self._declared[f"{name}_bf16"][1]
+        pairs = enumerate(zip(self._declared[name][1], types, strict=True))
+        values = [i for i, (float_type, bf16_type) in pairs if float_type is not bf16_type]
+
+        def call(*arguments):
+            value = next(arguments[i] for i in values if arguments[i] is not None)
+            return (for_bf16 if value.dtype == BF16 else function)(*arguments)
+
+        return call
 
 
 def why_numpy():
@@ -314,6 +336,11 @@ def cpu_features():
 def runs_here(build):
     """Return whether this CPU can run a build."""
     return NEEDS[build] <= cpu_features()
+
+
+def has_native_bf16(build):
+    """Return whether a build uses the CPU's products of bf16 numbers instead of widening them."""
+    return "avx512_bf16" in NEEDS[build]
 
 
 def offered():

@@ -4,8 +4,12 @@ import functools
 
 import numpy as np
 
+from mpidl.backends import settings
+from mpidl.backends.cpu import arenas
+from mpidl.backends.cpu.builds import kernels
 from mpidl.core.blocks import DeferredInput
 from mpidl.core.fold import Partial, Term, add
+from mpidl.core.values import BF16
 
 NO_NORM = None, None, None, 0.0, 0.0  # the fields of `struct source` that follow x
 
@@ -14,6 +18,30 @@ NO_NORM = None, None, None, 0.0, 0.0  # the fields of `struct source` that follo
 def tree_of(tree):
     """Return a `fold.Tree` as an int64 array laid out as `struct tree` in kernels/cpu/fold.h."""
     return np.array([*tree.run, tree.leaves, tree.plain], np.int64)
+
+
+def as_type(x, dtype):
+    """Return an array in a dtype; if one of the two is BF16, a kernel converts it."""
+    if x.dtype == dtype:
+        return x
+    x, y = np.ascontiguousarray(x), arenas.empty(x.shape, dtype)
+    convert = kernels().narrow if dtype == BF16 else kernels().widen
+    convert(x, y, x.size)
+    return y
+
+
+def operand(x):
+    """Return the operand of a layer with weights: images in bfloat16 if that is the precision."""
+    if settings.precision != "bf16" or isinstance(x, DeferredInput):
+        return x
+    return as_type(x, BF16)
+
+
+def widened(x):
+    """Return an array or a DeferredInput whose numbers are stored as float32."""
+    if isinstance(x, DeferredInput):
+        return x._replace(x=as_type(x.x, np.dtype(np.float32)))
+    return as_type(x, np.dtype(np.float32))
 
 
 def source_of(x):

@@ -10,7 +10,9 @@ from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import (
     NO_NORM,
+    as_type,
     nodes_of,
+    operand,
     partial_of_rows,
     per_channel,
     source_of,
@@ -139,7 +141,7 @@ def conv2d(x, weight, bias, geometry):
 
 def conv2d_relu(x, weight, bias, geometry, addend):
     if addend is not None:
-        addend = np.ascontiguousarray(addend)
+        addend = np.ascontiguousarray(operand(addend))
     return _forward(x, weight, bias, geometry, addend=addend, relu=True)[0]
 
 
@@ -149,10 +151,10 @@ def conv2d_moments(x, weight, bias, geometry, counts, tree):
 
 
 def _forward(x, weight, bias, geometry, counts=None, tree=None, addend=None, relu=False):
-    source = source_of(x)
+    source = source_of(operand(x))
     blocks = len(source[0])
     shape, output, (tile, _, _) = plan(source[0], weight, geometry)
-    y = arenas.empty((blocks, *output, source[0].shape[-1]))
+    y = arenas.empty((blocks, *output, source[0].shape[-1]), source[0].dtype)
     rows = None if tree is None else arenas.empty((blocks, 1 + 2 * len(weight)), np.float64)
     weight, bias = per_channel(weight), per_channel(bias)
     numbers = counts, blocks, shape, tree and tree_of(tree), tile
@@ -172,7 +174,7 @@ def conv2d_backward(
     sums=False,
     overwrite=False,
 ):
-    source = source_of(x)
+    source = source_of(operand(x))
     blocks = len(source[0])
     shape, _, (_, tile, dweight_tile) = plan(source[0], weight, geometry)
     after = (None, *NO_NORM, None, None, None)
@@ -182,10 +184,11 @@ def conv2d_backward(
         if isinstance(source_after, NormalizedInput):
             after = (*after[:2], *NO_NORM[1:])
         after = (*after, *map(per_channel, factors))
-    dy = np.ascontiguousarray(dy)
+    dy = np.ascontiguousarray(as_type(dy, source[0].dtype))
     dx = None
     if needs[0]:
-        dx = dy if overwrite and dy.shape == source[0].shape else arenas.empty(source[0].shape)
+        is_free = overwrite and dy.shape == source[0].shape
+        dx = dy if is_free else arenas.empty(source[0].shape, dy.dtype)
     rows = arenas.empty((blocks, 2 * source[0].shape[1]), np.float64) if sums else None
     nodes = None
     if needs[1] or needs[2]:

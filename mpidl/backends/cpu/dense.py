@@ -4,8 +4,17 @@ import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
-from mpidl.backends.cpu.call import nodes_of, partial_of_rows, per_channel, source_of, tree_of
-from mpidl.core.blocks import LANES
+from mpidl.backends.cpu.call import (
+    NO_NORM,
+    as_type,
+    nodes_of,
+    partial_of_rows,
+    per_channel,
+    source_of,
+    tree_of,
+    widened,
+)
+from mpidl.core.blocks import LANES, DeferredInput
 
 FEW = 16  # maximum number of outputs for which one pass over x computes all gradients
 
@@ -16,7 +25,7 @@ def _sizes(x):
 
 
 def dense(x, weight, bias):
-    source = source_of(x)
+    source = source_of(widened(x))
     y = arenas.empty((len(source[0]), len(weight), LANES))
     weight, bias = per_channel(weight), per_channel(bias)
     kernels().dense(*source, weight, bias, y, len(y), *_sizes(source[0]), len(weight))
@@ -26,7 +35,7 @@ def dense(x, weight, bias):
 def dense_dx(dy, weight):
     dy, weight = np.ascontiguousarray(dy), per_channel(weight)
     outputs, features = weight.shape
-    blocks, nothing = len(dy), (None,) * 4
+    blocks, nothing = len(dy), (None, *NO_NORM)
     dx = arenas.empty((blocks, features, LANES))
     tree = np.array([0, blocks, blocks, 0], np.int64)
     kernels().dense_dx(dy, *nothing, weight, dx, None, tree, features, 1, outputs)
@@ -34,7 +43,7 @@ def dense_dx(dy, weight):
 
 
 def dense_dweight(dy, x, tree):
-    source = source_of(x)
+    source = source_of(widened(x))
     features, channels = _sizes(source[0])
     nodes = arenas.empty((nodes_of(tree), dy.shape[1], features))
     sizes = tree_of(tree), features, channels, dy.shape[1]
@@ -50,10 +59,11 @@ def _dense_dbias(dy, tree):
 
 
 def dense_backward(dy, x, weight, tree, needs):
-    source = source_of(x)
+    source = source_of(widened(x))
     features, channels = _sizes(source[0])
     dy, weight = np.ascontiguousarray(dy), per_channel(weight)
     sizes = tree_of(tree), features, channels, len(weight)
+    storage = x.x.dtype if isinstance(x, DeferredInput) else x.dtype
     dx = rows = nodes = None
     if needs[0]:
         dx = arenas.empty((len(dy), features, LANES))
@@ -68,7 +78,7 @@ def dense_backward(dy, x, weight, tree, needs):
         if needs[1]:
             kernels().dense_dweight(dy, *source, nodes, *sizes)
     return (
-        dx,
+        None if dx is None else as_type(dx, storage),
         None if nodes is None else partial_of_rows(nodes, tree),
         _dense_dbias(dy, tree) if needs[2] else None,
         None if rows is None else partial_of_rows(rows, tree),

@@ -8,7 +8,7 @@ from mpidl.backends.cpu.builds import kernels
 
 
 def dropout(x, threshold, scale, key, epoch, samples):
-    y = arenas.empty(x.shape)
+    y = arenas.empty(x.shape, x.dtype)
     blocks, channels, pixels = sizes(x)
     samples = np.ascontiguousarray(samples, np.int64)
     numbers = blocks, channels * pixels, threshold, scale, epoch, *key

@@ -18,14 +18,14 @@ def add_relu(a, b):
 
 def _sum(a, b, relu):
     a, b = source_of(a), source_of(b)
-    y = arenas.empty(a[0].shape)
+    y = arenas.empty(a[0].shape, a[0].dtype)
     kernels().add(*a, *b, y, relu, *sizes(y))
     return y
 
 
 def add_relu_dx(dy, y, normalizations, tree):
     dy, more_dy = (*map(np.ascontiguousarray, dy), None)[:2]
-    dz, (blocks, channels, pixels) = arenas.empty(y.shape), sizes(y)
+    dz, (blocks, channels, pixels) = arenas.empty(y.shape, y.dtype), sizes(y)
     arguments, all_rows = [], []
     for operand in normalizations:
         rows = None if operand is None else arenas.empty((blocks, 2 * channels), np.float64)
@@ -39,7 +39,7 @@ def add_relu_dx(dy, y, normalizations, tree):
 def concat(arrays):
     sources = [source_of(a) for a in arrays]
     blocks, _, *rest = sources[0][0].shape
-    y = arenas.empty((blocks, sum(s[0].shape[1] for s in sources), *rest))
+    y = arenas.empty((blocks, sum(s[0].shape[1] for s in sources), *rest), sources[0][0].dtype)
     first = 0
     for source in sources:
         blocks, channels, pixels = sizes(source[0])
@@ -53,7 +53,7 @@ def split(x, channels):
     blocks, all_channels, pixels = sizes(x)
     parts, first = [], 0
     for count in channels:
-        part = arenas.empty((blocks, count, *x.shape[2:]))
+        part = arenas.empty((blocks, count, *x.shape[2:]), x.dtype)
         kernels().split(x, part, blocks, count, pixels, all_channels, first)
         parts.append(part)
         first += count

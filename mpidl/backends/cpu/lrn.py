@@ -9,13 +9,13 @@ from mpidl.backends.cpu.pool import geometry
 
 
 def cross_channel_norm(x, norm):
-    y = arenas.empty(x.shape)
+    y = arenas.empty(x.shape, x.dtype)
     kernels().cross_channel_norm(np.ascontiguousarray(x), y, *sizes(x), *norm)
     return y
 
 
 def cross_channel_norm_dx(dy, x, norm):
-    dx = arenas.empty(x.shape)
+    dx = arenas.empty(x.shape, x.dtype)
     dy, x = np.ascontiguousarray(dy), np.ascontiguousarray(x)
     kernels().cross_channel_norm_dx(dy, x, dx, *sizes(x), *norm)
     return dx
@@ -24,7 +24,7 @@ def cross_channel_norm_dx(dy, x, norm):
 def norm_max_pool(x, norm, windows):
     blocks, *image, lanes = x.shape
     shape, output = geometry(tuple(image), windows)
-    y = arenas.empty((blocks, *output, lanes))
+    y = arenas.empty((blocks, *output, lanes), x.dtype)
     argmax = arenas.empty(y.shape, np.uint8)
     x = np.ascontiguousarray(x)
     kernels().norm_max_pool(x, y, argmax, blocks, shape, *norm)
@@ -34,7 +34,7 @@ def norm_max_pool(x, norm, windows):
 def norm_max_pool_relu_dx(dy, argmax, x, norm, windows):
     blocks, *image, _ = x.shape
     shape, _ = geometry(tuple(image), windows)
-    dz = arenas.empty(x.shape)
+    dz = arenas.empty(x.shape, x.dtype)
     dy, x = np.ascontiguousarray(dy), np.ascontiguousarray(x)
     kernels().norm_max_pool_relu_dx(dy, argmax, x, dz, blocks, shape, *norm)
     return dz

@@ -24,7 +24,7 @@ def _forward(x, windows, count_padding=True, with_argmax=False):
     source = source_of(x)
     blocks, *image, lanes = source[0].shape
     shape, output = geometry(tuple(image), windows, count_padding)
-    y = arenas.empty((blocks, *output, lanes))
+    y = arenas.empty((blocks, *output, lanes), source[0].dtype)
     argmax = arenas.empty(y.shape, np.uint8) if with_argmax else None
     kernels().pool2d(*source, y, argmax, blocks, shape)
     return y, argmax
@@ -34,7 +34,7 @@ def _backward(dy, argmax, x, windows, tree, count_padding=True):
     source = source_of(x)
     blocks, *image, _ = source[0].shape
     shape, _ = geometry(tuple(image), windows, count_padding)
-    dx = arenas.empty(source[0].shape)
+    dx = arenas.empty(source[0].shape, source[0].dtype)
     rows = None if source[1] is None else arenas.empty((blocks, 2 * image[0]), np.float64)
     dy = np.ascontiguousarray(dy)
     kernels().pool2d_dx(dy, argmax, *source, dx, rows, blocks, shape, tree_of(tree))

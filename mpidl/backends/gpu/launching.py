@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpidl.backends import settings
 from mpidl.backends.cpu import arenas
 from mpidl.backends.gpu import kernels
 from mpidl.core.values import DeviceArray
@@ -30,7 +31,7 @@ class Process:
         self.open(None)
 
     def open(self, device):
-        self.device = device
+        self.device, settings.on_gpu = device, device is not None
         self.sink: Any = None if device is None else Eager(device)
         self.constants = {}  # {(bytes, dtype, shape): Array}
         self.loaded = {}  # {Unit: {kernel: handle}}

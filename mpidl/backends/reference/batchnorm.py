@@ -99,4 +99,5 @@ def predict_scale(gamma, variance, epsilon):
 
 
 def source(y, mean, scale, beta, low=0.0, high=math.inf):
-    return DeferredInput(y, *(np.ascontiguousarray(v, y.dtype) for v in (mean, scale, beta)), low, high)
+    mean, scale, beta = (np.ascontiguousarray(v, y.dtype) for v in (mean, scale, beta))
+    return DeferredInput(y, mean, scale, beta, low, high)

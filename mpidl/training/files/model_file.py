@@ -52,6 +52,7 @@ class Description(_Description, total=False):
     loss: dict[str, str | int]
     unwhitened: list[str]  # names of layers whose filters have not been computed yet
     input_function: str  # see `Network.input_function`
+    trained_precision: str  # see `Network.trained_precision`
 
 
 class Torn(Exception):
@@ -196,6 +197,7 @@ CODING: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "loss": (json.dumps, json.loads),
     "unwhitened": (json.dumps, json.loads),
     "input_function": (str, str),
+    "trained_precision": (str, str),
 }
 REQUIRED = ("network", "classes", "input_shape", "normalization")
 
@@ -250,6 +252,7 @@ def network_of(
     net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
     net.loss = losses.check_trained_loss(description.get("loss"))
     net.input_function = description.get("input_function")
+    net.trained_precision = description.get("trained_precision")
     classes = description["classes"]
     if classes is not None and not (
         isinstance(classes, list) and all(isinstance(name, str) for name in classes)
@@ -280,6 +283,7 @@ def _description(net):
         "loss": net.loss,
         "unwhitened": net.unwhitened,
         "input_function": net.input_function,
+        "trained_precision": net.trained_precision,
     }
 
 
@@ -344,8 +348,8 @@ def load_model(
         The network, with its class names and the image preprocessing that was used in training.
     description : dict
         A dict with the keys "network" (the list of layers), "classes", "input_shape" and
-        "normalization", and with "crop", "preprocess", "loss", "unwhitened" and "input_function" if
-        the file has these attributes.
+        "normalization", and with "crop", "preprocess", "loss", "unwhitened", "input_function" and
+        "trained_precision" if the file has these attributes.
 
     Raises
     ------

@@ -76,9 +76,10 @@ class RankOptions:
         "kernel separately in every step (off)",
         default="auto",
     )
-    precision: Literal["fp32", "tf32"] = choice(
-        "Precision of matrix products on a GPU's tensor cores: fp32 has the accuracy of float32 "
-        "arithmetic; tf32 is faster but rounds inputs to 10-bit mantissas",
+    precision: Literal["fp32", "bf16", "tf32"] = choice(
+        "Precision of products: fp32 has the accuracy of float32 arithmetic; bf16, on CPUs, "
+        "multiplies and stores activations in bfloat16, which is faster and needs less memory; "
+        "tf32, on GPUs, rounds the inputs of convolutions to 10-bit mantissas",
         default="fp32",
         resume="fixed",
     )

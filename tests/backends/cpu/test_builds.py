@@ -70,7 +70,10 @@ def test_mpidl_cpu_chooses_the_build(monkeypatch, machine):
         assert builds.offered() == expected
     assert builds.why_numpy() is None  # MPIDL_CPU requests numpy
     for build, text in (
-        ("avx2", "expected one of x86-64-v4, x86-64-v3, generic, numpy, found 'avx2'"),
+        (
+            "avx2",
+            "expected one of x86-64-v4-bf16, x86-64-v4, x86-64-v3, generic, numpy, found 'avx2'",
+        ),
         ("x86-64-v4", "this CPU cannot run it; it lacks avx512bw avx512cd avx512dq avx512f"),
         ("generic", "libmpidl-generic.so: run python "),
     ):

@@ -84,7 +84,7 @@ def nested(depth):
         ("gpus", 0.5, f"gpus must be {GPUS}, found 0.5"),
         ("gpus", (), f"gpus must be {GPUS}, found ()"),
         ("graphs", "on", "graphs must be auto or off, found 'on'"),
-        ("precision", "bf16", "precision must be fp32 or tf32, found 'bf16'"),
+        ("precision", "fp16", "precision must be fp32, bf16 or tf32, found 'fp16'"),
         ("batch_per_rank", 0, "batch_per_rank must be at least 1, found 0"),
         ("batchsize", 8, "unknown option batchsize: did you mean batch_size?"),
         ("colour", 8, "unknown option colour: it is an option of the command line only"),
@@ -258,6 +258,7 @@ def test_what_may_change_at_resume():
         ("batchnorm", "local"),
         ("winograd", "off"),
         ("precision", "tf32"),
+        ("precision", "bf16"),
         ("epochs", 9),
     ],
 )
