@@ -244,8 +244,8 @@ def conv2d_batchnorm(
     Only the output of the convolution is stored. Later ops normalize this output while they read
     it. The forward pass reads each block of 16 images once, to compute the activation of the input,
     the convolution and the moments. The backward pass also reads each block once. It computes the
-    gradient through activation and batch normalization, the gradients of weight, bias and x, and the sums
-    for the preceding batch normalization.
+    gradient through the activation and the batch normalization, the gradients of weight, bias and
+    x, and the sums for the preceding batch normalization.
     """
     geometry = conv2d_geometry(x, weight, bias, **options)
     _check("conv2d_batchnorm", len(weight), gamma, beta, scope, x.shape)

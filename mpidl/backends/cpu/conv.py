@@ -22,6 +22,7 @@ from mpidl.backends.deferred import NormalizedInput
 from mpidl.core.blocks import LANES
 from mpidl.core.fold import Partial, Term, add, merge_moments
 
+NOTHING_AFTER = None, *NO_NORM, None, None, None  # y, its activation, and a, b, c
 # Minimum numbers of channels for Winograd's algorithm:
 SAVING = 8  # in gradients and, with "fast" and filters larger than 3x3, in forward passes
 FEW = 16  # in forward passes with "auto" and 3x3 filters
@@ -177,7 +178,7 @@ def conv2d_backward(
     source = source_of(operand(x))
     blocks = len(source[0])
     shape, _, (_, tile, dweight_tile) = plan(source[0], weight, geometry)
-    after = (None, *NO_NORM, None, None, None)
+    after = NOTHING_AFTER
     if activation_after is not None:
         source_after, *factors = activation_after
         after = source_of(source_after)
