@@ -125,16 +125,21 @@ def other_sides(options: argparse.Namespace) -> dict[str, OtherSide]:
     return sides
 
 
-def check_onednn(name: str, side: turns.Side) -> dict[str, int]:
+def check_onednn(name: str, side: turns.Side, precision: str) -> dict[str, int]:
     """Return the oneDNN implementations that a side's step uses.
 
     Raises
     ------
     Fault
         If one of the implementations is reference code.
+    Lost
+        If oneDNN computes nothing in bfloat16, because the CPU does not have the instructions.
+        PyTorch then uses its own code, which is many times slower than its float32.
     """
     counts = side.ask("implementations")[0]
     onednn.refuse_reference(name, counts)
+    if precision == "bf16" and not counts:
+        raise turns.Lost(name, "oneDNN has no bfloat16 for these CPU instructions")
     return counts
 
 
@@ -159,7 +164,7 @@ def compare_time(
                 description = side.ask("describe")[0]
                 by_rank = side.ask("losses", STEPS_COMPARED)
                 if other.version:
-                    record["onednn"][name] = check_onednn(name, side)
+                    record["onednn"][name] = check_onednn(name, side, options.precision)
             except turns.Lost as lost:
                 record["failed"][name] = lost.reason
                 print(f"{name}: failed: {lost.reason}", flush=True)
@@ -301,9 +306,10 @@ def compare_memory(
         try:
             with other.start(folder) as side:
                 side.ask("losses", 2)
-                other_mib[name] = sum(side.ask("memory", 2)) / 2**20
+                memory = side.ask("memory", 2)
                 if other.version:
-                    check_onednn(name, side)
+                    check_onednn(name, side, options.precision)
+                other_mib[name] = sum(memory) / 2**20
                 rows.append([name, f"{other_mib[name]:.1f} MiB"])
         except turns.Lost as lost:
             record["failed"][name] = lost.reason

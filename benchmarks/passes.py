@@ -6,7 +6,6 @@ a lower bound.
 
 import argparse
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -205,18 +204,20 @@ def winograd_products(backend: Any, x: np.ndarray, weight: np.ndarray, geometry:
     if not backend.fuses_convolutions:
         return [None] * 3
     _, (filters, *output), tiles = conv.plan(x, weight, geometry)
-    (stride, _), *_, groups = geometry
-    side = -(-weight.shape[2] // stride)  # side of the filter at stride 1
+    (stride, _), padding, _, groups = geometry
+    taps = weight.shape[2]
     pairs = groups * (filters // groups) * weight.shape[1]
-    images = len(x) * LANES
-    # a strided filter is a filter of stride 1 on stride^2 times as many channels, except for dx
-    sizes = (output, pairs * stride**2), (x.shape[2:4], pairs), (output, pairs * stride**2)
+    phase = [-(-n // stride) for n in x.shape[2:4]]  # pixels of a phase of dx
+    befores = padding[0][0], padding[1][0]
+    sides = [conv.winograd_side(taps, stride, before) for before in (0, *befores)]
+    forward, backward = (sides[0], output, (None, None)), (max(sides[1:]), phase, befores)
     counts = []
-    for size, (pixels, channel_pairs) in zip(tiles, sizes, strict=True):
-        tile = divmod(size, 10)
-        per_tile = 2 * math.prod(m + side - 1 for m in tile) * channel_pairs * images
-        covering = (-(-n // m) for n, m in zip(pixels, tile, strict=True))
-        counts.append(per_tile * math.prod(covering) if size else None)
+    for size, (side, *lines) in zip(tiles, (forward, backward, forward), strict=True):
+        products = 2 * pairs * len(x) * LANES
+        for tile, pixels, before in zip(divmod(size, 10), *lines, strict=True):
+            if size:
+                products *= conv.winograd_products(taps, stride, side, tile, pixels, before)
+        counts.append(products if size else None)
     return counts
 
 

@@ -74,48 +74,91 @@ static int64_t padded_floats(const struct padded *p, int64_t channels, int64_t g
 static int rows_of(int64_t tile) { return (int)(tile / 10); }
 static int columns_of(int64_t tile) { return (int)(tile % 10); }
 
-/* Winograd convolutions have stride 1. A convolution of stride s is computed as a convolution of
- * stride 1: each channel of x becomes s * s channels, one for each phase of rows and columns, and
- * the filters are spread over these channels:
- *
- *     spread[k][(c * s + r % s) * s + column % s][r / s][column / s] = weight[k][c][r][column]
- *
- * The next two functions return the arguments of one group. */
-static struct winograd winograd_of(const struct conv *c, int64_t tile) {
+/* The next functions return the arguments of Winograd convolutions of one group, see winograd.h. */
+static struct winograd winograd_forward(const struct conv *c, int64_t tile) {
     const int64_t s = c->stride_h;
-    return (struct winograd){c->C / c->groups * s * s, c->K / c->groups, c->P, c->Q,
-                             rows_of(tile), columns_of(tile), (int)parts_of(c->R, s)};
+    return (struct winograd){.inputs = c->C / c->groups * s * s,
+                             .outputs = c->K / c->groups,
+                             .rows = c->P,
+                             .columns = c->Q,
+                             .m_h = rows_of(tile),
+                             .m_w = columns_of(tile),
+                             .r = (int)phase_taps(c->R, s, 0),
+                             .step = s,
+                             .taps = c->R};
 }
+
+static struct winograd winograd_backward(const struct conv *c, int64_t tile) {
+    const int64_t s = c->stride_h;
+    const int64_t r = most(phase_taps(c->R, s, c->top), phase_taps(c->R, s, c->left));
+    return (struct winograd){.inputs = c->K / c->groups,
+                             .outputs = c->C / c->groups * s * s,
+                             .rows = c->H,
+                             .columns = c->W,
+                             .m_h = rows_of(tile),
+                             .m_w = columns_of(tile),
+                             .r = (int)r,
+                             .backward = 1,
+                             .step = s,
+                             .taps = c->R,
+                             .top = c->top,
+                             .left = c->left};
+}
+
+enum { MOST_FILTER = 25 }; /* the largest number of taps of a phase */
 
 static struct pixels pixels_of(const struct padded *p, const float *group, int64_t s) {
     return (struct pixels){.at = (float *)group,
                            .channel = p->channel_stride,
                            .row = s * p->row_stride,
-                           .phases = s,
                            .phase_row = p->row_stride,
                            .phase_column = p->columns / s * LANES};
 }
 
-/* Return the number of floats in the spread filters of one output. */
-static int64_t spread_floats(const struct winograd *w) { return w->inputs * w->r * w->r; }
-
-/* The next two functions copy the filters of one output from weight (C / groups, R, S) to spread,
- * and back. */
-static void spread_filters(const struct conv *c, const float *weight, float *spread) {
-    const int64_t s = c->stride_h, r = parts_of(c->R, s);
-    memset(spread, 0, (size_t)(c->C / c->groups * s * s * r * r) * sizeof(float));
-    for (int64_t ci = 0; ci < c->C / c->groups; ci++)
-        for (int64_t i = 0; i < c->R; i++)
-            for (int64_t j = 0; j < c->S; j++)
-                spread[(((ci * s + i % s) * s + j % s) * r + i / s) * r + j / s] = *weight++;
+/* If the stride is not 1, the filters (K, C / groups, R, S) are spread over phases and channels:
+ *
+ *     spread[k][phase][c][r][s] = weight[k][c][tap of row][tap of column], or 0; see original_tap
+ *
+ * Return the number of floats in the spread filters of one output. */
+static int64_t spread_floats(const struct winograd *w) {
+    return (w->backward ? w->outputs : w->inputs) * w->r * w->r;
 }
 
-static void gather_filters(const struct conv *c, const float *spread, float *weight) {
-    const int64_t s = c->stride_h, r = parts_of(c->R, s);
-    for (int64_t ci = 0; ci < c->C / c->groups; ci++)
-        for (int64_t i = 0; i < c->R; i++)
-            for (int64_t j = 0; j < c->S; j++)
-                *weight++ = spread[(((ci * s + i % s) * s + j % s) * r + i / s) * r + j / s];
+/* Find the taps of the channels that begin with spread channel `index`: for each tap of their
+ * filters, its position in the original filter, or -1. */
+static void find_spread_taps(const struct winograd *w, int64_t index, int64_t *position) {
+    const struct place phase = place_of_phase(w, index);
+    for (int64_t r = 0; r < w->r; r++)
+        for (int64_t s = 0; s < w->r; s++) {
+            const int64_t row = original_tap(w, w->top, phase.row, r);
+            const int64_t column = original_tap(w, w->left, phase.column, s);
+            *position++ = row < 0 || column < 0 ? -1 : row * w->taps + column;
+        }
+}
+
+/* The next two functions copy the filters of one output to spread, and back. */
+static void spread_filters(const struct winograd *w, const float *weight, float *spread) {
+    const int64_t phases = w->step * w->step, filter = w->taps * w->taps;
+    const int64_t channels = (w->backward ? w->outputs : w->inputs) / phases;
+    int64_t position[MOST_FILTER];
+    for (int64_t phase = 0; phase < phases; phase++) {
+        find_spread_taps(w, phase * channels, position);
+        for (int64_t c = 0; c < channels; c++)
+            for (int tap = 0; tap < w->r * w->r; tap++)
+                *spread++ = position[tap] < 0 ? 0 : weight[c * filter + position[tap]];
+    }
+}
+
+static void gather_filters(const struct winograd *w, const float *spread, float *weight) {
+    const int64_t phases = w->step * w->step, filter = w->taps * w->taps;
+    const int64_t channels = w->inputs / phases;
+    int64_t position[MOST_FILTER];
+    for (int64_t phase = 0; phase < phases; phase++) {
+        find_spread_taps(w, phase * channels, position);
+        for (int64_t c = 0; c < channels; c++)
+            for (int tap = 0; tap < w->r * w->r; tap++, spread++)
+                if (position[tap] >= 0) weight[c * filter + position[tap]] = *spread;
+    }
 }
 
 /* Set the layout of x in scratch. `w` is the Winograd convolution that reads x; w->m_h is 0 if there
@@ -201,7 +244,7 @@ static const float *bring_x(const struct team *team, const struct pass *pass, in
 static void spread_tile(void *job, int64_t k, float *own) {
     const struct pass *pass = job;
     const struct conv *c = &pass->c;
-    spread_filters(c, pass->weight + k * c->C / c->groups * c->R * c->S,
+    spread_filters(&pass->shape, pass->weight + k * c->C / c->groups * c->R * c->S,
                    (float *)pass->filters + k * spread_floats(&pass->shape));
 }
 
@@ -210,7 +253,7 @@ static void transform_tile(void *job, int64_t tile, float *own) {
     const struct winograd *w = &pass->shape;
     int64_t each = winograd_weights_tiles(w->outputs);
     winograd_weights(w, pass->filters + tile / each * w->inputs * w->outputs * w->r * w->r,
-                     (float *)pass->packed + tile / each * pass->packed_group, pass->backward,
+                     (float *)pass->packed + tile / each * pass->packed_group,
                      tile % each);
 }
 
@@ -233,20 +276,24 @@ static int64_t transform_weights(struct pass *pass) {
  * starts at this block. */
 static void convolve(const struct team *team, const struct pass *pass, const struct padded *from,
                      const float *in, struct finish finish, value *out) {
+    const struct conv *c = &pass->c;
     const struct winograd *w = &pass->shape;
-    int64_t row = w->columns * LANES, channel = w->rows * row;
-    int64_t channels = (pass->backward ? pass->c.K : pass->c.C) / pass->c.groups;
-    for (int64_t g = 0; g < pass->c.groups; g++) {
-        const float *group = in + g * item_channels(from->form, channels) * from->channel_stride;
-        const float *bias = pass->bias ? pass->bias + g * w->outputs : NULL;
-        value *to = out + g * w->outputs * channel;
+    const int64_t outputs = (pass->backward ? c->C : c->K) / c->groups;
+    const int64_t inputs = (pass->backward ? c->K : c->C) / c->groups;
+    const int64_t row = w->columns * LANES, channel = w->rows * row;
+    for (int64_t g = 0; g < c->groups; g++) {
+        const float *group = in + g * item_channels(from->form, inputs) * from->channel_stride;
+        const float *bias = pass->bias ? pass->bias + g * outputs : NULL;
+        value *to = out + g * outputs * channel;
         struct finish last = finish;
         if (finish.addend) last.addend += to - out;
-        if (w->m_h)
-            winograd_conv(team, w, pixels_of(from, group, pass->backward ? 1 : pass->c.stride_h),
-                          pass->packed + g * pass->packed_group, bias,
-                          (struct outputs){.at = to, .channel = channel, .row = row}, last,
+        if (w->m_h) {
+            const int64_t step = pass->backward ? c->stride_h : 1; /* between pixels of a phase */
+            const struct outputs y = {to, channel, step * row, step * LANES, row, LANES};
+            winograd_conv(team, w, pixels_of(from, group, pass->backward ? 1 : c->stride_h),
+                          pass->packed + g * pass->packed_group, bias, y, last,
                           team->shared + pass->winograd_at);
+        }
         for (int64_t i = 0; i < pass->phase_count; i++) {
             const struct phase *phase = &pass->phases[i];
             int64_t first = phase->row * row + phase->column * LANES;
@@ -254,9 +301,9 @@ static void convolve(const struct team *team, const struct pass *pass, const str
             struct direct d = {.pairs = from->form == PAIRS,
                                .taps = phase->taps,
                                .offset = phase->offset,
-                               .weight = phase->weight + g * w->outputs * phase->taps,
+                               .weight = phase->weight + g * outputs * phase->taps,
                                .bias = bias,
-                               .outputs = w->outputs,
+                               .outputs = outputs,
                                .out = to + first,
                                .finish = of_phase,
                                .out_channel = channel,
@@ -311,8 +358,7 @@ void mpidl_conv2d(const value *x, const float *mean, const float *scale, const f
                   const int64_t *tree, int64_t tile, const value *addend, int64_t relu) {
     struct conv c = *(const struct conv *)shape;
     int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, extra = 0;
-    struct winograd winograd = {inputs, outputs, c.P, c.Q, 0, 0, 0};
-    if (tile) winograd = winograd_of(&c, tile);
+    const struct winograd winograd = winograd_forward(&c, tile);
     struct pass pass = {.c = c,
                         .x = {x, mean, scale, beta, low, high},
                         .weight = weight,
@@ -407,11 +453,17 @@ static void lay_out_dy(struct pass *pass, enum form form, enum form over_channel
     if (!pass->dx) reach_h = reach_w = after = right = 0;
     pass->before = reach_h > 0 ? parts_of(reach_h, c->stride_h) : 0;
     pass->left = reach_w > 0 ? parts_of(reach_w, c->stride_w) : 0;
+    const struct winograd *w = &pass->shape;
+    const int tiles = pass->dx && w->m_h;
+    if (tiles) { /* what tiles read before the first pixel of dy */
+        pass->before = w->r - 1 - parts_of(c->top, w->step);
+        pass->left = w->r - 1 - parts_of(c->left, w->step);
+    }
     int64_t rows = pass->before + c->P + most(after, 0);
     int64_t columns = pass->left + c->Q + most(right, 0);
-    if (pass->dx && pass->shape.m_h) {
-        rows = most(rows, winograd_extent(c->H, pass->shape.m_h, pass->shape.r));
-        columns = most(columns, winograd_extent(c->W, pass->shape.m_w, pass->shape.r));
+    if (tiles) {
+        rows = most(rows, winograd_extent(parts_of(c->H, w->step), w->m_h, w->r));
+        columns = most(columns, winograd_extent(parts_of(c->W, w->step), w->m_w, w->r));
     }
     const int64_t m_h = pass->dweight.m_h, m_w = pass->dweight.m_w;
     if (pass->leaves && m_h) {
@@ -539,7 +591,7 @@ static void dweight_block(const struct team *team, const struct pass *pass, cons
             meet(team); /* wait before the scratch is reused */
             if (c->stride_h > 1) {
                 EACH_TILE(team, k, outputs)
-                gather_filters(c, spread + k * spread_floats(w), group + k * pass->taps);
+                gather_filters(w, spread + k * spread_floats(w), group + k * pass->taps);
                 meet(team);
             }
             continue;
@@ -626,8 +678,7 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
                         .dx = dx,
                         .rows = sums,
                         .counts = counts,
-                        .shape = {outputs, inputs, c.H, c.W, rows_of(tile), columns_of(tile),
-                                  (int)c.R},
+                        .shape = winograd_backward(&c, tile),
                         .backward = 1,
                         .step_h = c.stride_h,
                         .step_w = c.stride_w,
@@ -652,7 +703,7 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
         if (sums) fold_sums(sums, 2 * c.C, (const struct tree *)tree);
         return;
     }
-    if (dweight && dweight_tile) pass.dweight = winograd_of(&c, dweight_tile);
+    if (dweight) pass.dweight = winograd_forward(&c, dweight_tile);
     const int uses_products = NARROW && dweight && !dweight_tile && outputs >= FEW_OUTPUTS;
     const enum form images = uses_products ? OVER_IMAGES : FLOATS;
     const enum form channels = !dx ? images : NARROW && !tile && outputs > 1 ? OVER_CHANNELS : FLOATS;

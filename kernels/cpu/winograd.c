@@ -30,8 +30,9 @@ struct bands {
 
 static struct bands bands_of(const struct winograd *shape) {
     struct bands bands;
-    bands.across = parts_of(shape->columns, shape->m_w);
-    bands.tiles = bands.across * parts_of(shape->rows, shape->m_h);
+    const int64_t step = shape->backward ? shape->step : 1;
+    bands.across = parts_of(parts_of(shape->columns, step), shape->m_w);
+    bands.tiles = bands.across * parts_of(parts_of(shape->rows, step), shape->m_h);
     int64_t bytes = points(shape) * (shape->inputs + QUAD * quads(shape->outputs)) * LANES * 4;
     int64_t fit = BAND_BYTES / bytes / 6 * 6;
     bands.most = least(least(most(fit, 6), MOST), bands.tiles);
@@ -115,12 +116,11 @@ INLINE void weights_of_quad(const float *w, float *u, int64_t inputs, int64_t ou
     }
 }
 
-void winograd_weights(const struct winograd *shape, const float *w, float *u, int backward,
-                      int64_t tile) {
+void winograd_weights(const struct winograd *shape, const float *w, float *u, int64_t tile) {
     const int64_t inputs = shape->inputs, outputs = shape->outputs;
 #define SIZE(m_h_, m_w_, r_)                                                                       \
     if (shape->m_h == m_h_ && shape->m_w == m_w_ && shape->r == r_) {                              \
-        if (backward) weights_of_quad(w, u, inputs, outputs, m_h_, m_w_, r_, 1, tile);             \
+        if (shape->backward) weights_of_quad(w, u, inputs, outputs, m_h_, m_w_, r_, 1, tile);      \
         else weights_of_quad(w, u, inputs, outputs, m_h_, m_w_, r_, 0, tile);                      \
     }
     EACH_SIZE(SIZE)
@@ -145,7 +145,7 @@ static void find_places(int64_t *place, int64_t vectors, int64_t inputs, int64_t
     }
 }
 
-/* Compute M of one panel and four outputs, at one point. A long sum would lose accuracy, so it is
+/* Compute M of one panel and four outputs from `inputs` inputs, at one point. A long sum would lose accuracy, so it is
  * divided into sums of at most `most` terms. */
 INLINE void multiply(const float *V, const float *u, int64_t inputs, int64_t most, float *M,
                      int64_t output, const int vectors) {
@@ -173,18 +173,61 @@ INLINE void multiply(const float *V, const float *u, int64_t inputs, int64_t mos
     }
 }
 
-static void multiply_panel(const float *V, const float *u, int64_t inputs, int64_t outputs,
-                           int64_t most, float *M, int64_t output, int64_t vectors) {
-    for (int64_t o = 0; o < outputs; o += QUAD, u += QUAD * inputs, M += QUAD * output) {
+/* Compute M of one panel, at one point, for the quads of outputs in a range, from a range of all
+ * `inputs`. */
+static void multiply_panel(const float *V, const float *u, int64_t inputs, struct range from,
+                           struct range to, int64_t most, float *M, int64_t output,
+                           int64_t vectors) {
+    V += from.first * vectors * WIDTH;
+    for (int64_t quad = to.first; quad < to.stop; quad++) {
+        const float *weight = u + (quad * inputs + from.first) * QUAD;
+        float *sum = M + quad * QUAD * output;
+        const int64_t count = from.stop - from.first;
         switch (vectors) {
-        case 1: multiply(V, u, inputs, most, M, output, 1); break;
-        case 2: multiply(V, u, inputs, most, M, output, 2); break;
-        case 3: multiply(V, u, inputs, most, M, output, 3); break;
+        case 1: multiply(V, weight, count, most, sum, output, 1); break;
+        case 2: multiply(V, weight, count, most, sum, output, 2); break;
+        case 3: multiply(V, weight, count, most, sum, output, 3); break;
 #if REGISTERS == 32
-        case 4: multiply(V, u, inputs, most, M, output, 4); break;
-        case 5: multiply(V, u, inputs, most, M, output, 5); break;
-        case 6: multiply(V, u, inputs, most, M, output, 6); break;
+        case 4: multiply(V, weight, count, most, sum, output, 4); break;
+        case 5: multiply(V, weight, count, most, sum, output, 5); break;
+        case 6: multiply(V, weight, count, most, sum, output, 6); break;
 #endif
+        }
+    }
+}
+
+/* Return whether the filters of a phase of dx, along one dimension with n points, are zero at a
+ * point. They are flipped, so the value at infinity is the first tap. */
+static int is_zero(const struct winograd *shape, int64_t before, int64_t phase, int n, int point) {
+    if (point == n - 1) return original_tap(shape, before, phase, 0) < 0;
+    return ZERO(n) && point == 0 && original_tap(shape, before, phase, shape->r - 1) < 0;
+}
+
+/* Compute M of one band, at one point. M is zero where all weights are zero. */
+static void multiply_point(const struct winograd *shape, const float *V, const float *u, float *M,
+                           int64_t tiles, int64_t point) {
+    const int n_h = shape->m_h + shape->r - 1, n_w = shape->m_w + shape->r - 1;
+    const int row = (int)(point / n_w), column = (int)(point % n_w);
+    const int64_t vectors = tiles * PARTS, panels = panel_count(vectors);
+    const int64_t step = shape->backward ? shape->step : 1;
+    const int64_t channels = shape->outputs / (step * step);
+    const struct range from = inputs_at(shape, row, column);
+    for (int64_t panel = 0; panel < panels; panel++) {
+        const int64_t start = panel_start(vectors, panels, panel);
+        const int64_t width = panel_start(vectors, panels, panel + 1) - start;
+        struct range to = {0, 0};
+        for (int64_t phase = 0; phase < step * step; phase++) {
+            if (is_zero(shape, shape->top, phase / step, n_h, row) ||
+                is_zero(shape, shape->left, phase % step, n_w, column)) {
+                for (int64_t o = phase * channels; o < (phase + 1) * channels; o++)
+                    memset(M + (o * tiles * PARTS + start) * WIDTH, 0,
+                           (size_t)width * sizeof(vec));
+                continue;
+            }
+            to.first = most(to.stop, phase * channels / QUAD); /* a quad may have two phases */
+            to.stop = quads((phase + 1) * channels);
+            multiply_panel(V + start * shape->inputs * WIDTH, u, shape->inputs, from, to,
+                           n_h > 4 ? 24 : 32, M + start * WIDTH, tiles * LANES, width);
         }
     }
 }
@@ -192,8 +235,8 @@ static void multiply_panel(const float *V, const float *u, int64_t inputs, int64
 /* Compute y of one tile from M, whose points are `point` floats apart, add `addend` (unless NULL)
  * and replace values below `floor`. Only rows x columns pixels are written. */
 INLINE void output_tile(const float *M, int64_t point, vec bias, const value *addend, vec floor,
-                        value *y, int64_t row, int64_t rows, int64_t columns, const int m_h,
-                        const int m_w, const int r) {
+                        value *y, int64_t row, int64_t pixel, int64_t rows, int64_t columns,
+                        const int m_h, const int m_w, const int r) {
     const int n_h = m_h + r - 1, n_w = m_w + r - 1;
     vec t[MOST_OUTPUTS][MOST_POINTS], v[MOST_POINTS], out[MOST_OUTPUTS];
     UNROLL for (int i = 0; i < n_h; i++, M += n_w * point) { /* few pointers stay in registers */
@@ -207,10 +250,20 @@ INLINE void output_tile(const float *M, int64_t point, vec bias, const value *ad
         UNROLL for (int i = 0; i < m_h; i++) {
             if (i >= rows) break;
             vec sum = out[i] + bias;
-            if (addend) sum += load(addend + i * row + c * LANES);
-            store(y + i * row + c * LANES, larger(floor, sum));
+            if (addend) sum += load(addend + i * row + c * pixel);
+            store(y + i * row + c * pixel, larger(floor, sum));
         }
     }
+}
+
+/* Return the place of an input. */
+static struct place input_place(const struct winograd *shape, int64_t c) {
+    return shape->backward ? (struct place){c, 0, 0} : place_of_phase(shape, c);
+}
+
+/* Return the place of an output. */
+static struct place output_place(const struct winograd *shape, int64_t o) {
+    return shape->backward ? place_of_phase(shape, o) : (struct place){o, 0, 0};
 }
 
 /* Compute y of one band, which has the tiles [first, stop). */
@@ -223,22 +276,22 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
     const int64_t inputs = shape->inputs, outputs = shape->outputs;
     const int64_t padded = quads(outputs) * QUAD, tiles = stop - first;
     const int64_t v_point = odd_lines(tiles * inputs), m_point = odd_lines(tiles * padded);
-    const int64_t across = bands->across, vectors = tiles * PARTS, panels = panel_count(vectors);
+    const int64_t across = bands->across;
     float *V = scratch;
     float *M = scratch + n_h * n_w * odd_lines(bands->most * inputs);
 
     EACH_TILE(team, c, inputs) {
         int64_t place[MOST * PARTS];
-        find_places(place, vectors, inputs, c);
+        const float *input = input_at(&x, input_place(shape, c));
+        find_places(place, tiles * PARTS, inputs, c);
         for (int64_t t = first, next; t < stop; t = next) {
             next = least(t / across * across + across, stop);
-            const float *from =
-                channel_of(&x, c) + t / across * m_h * x.row + t % across * m_w * LANES;
+            const float *from = input + t / across * m_h * x.row + t % across * m_w * LANES;
             for (int part = 0; part < PARTS; part++) {
                 const int64_t *to = place + (t - first) * PARTS + part;
 #define GROUP(group)                                                                               \
     if (group < GROUPS(n_h))                                                                       \
-    input_row(from + part * WIDTH, x.row, next - t, V + FIRST(group) * n_w * v_point, v_point, to, \
+    input_row(from + part * WIDTH, x.row, next - t, V + FIRST(n_h, group) * n_w * v_point, v_point, to, \
               m_h, m_w, r, group)
                 GROUP(0);
                 GROUP(1);
@@ -252,39 +305,42 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
     meet(team);
     tick();
     EACH_TILE(team, point, n_h * n_w) {
-        for (int64_t panel = 0; panel < panels; panel++) {
-            int64_t start = panel_start(vectors, panels, panel);
-            multiply_panel(V + point * v_point + start * inputs * WIDTH,
-                           u + point * u_stride(inputs, outputs), inputs, outputs,
-                           n_h > 4 ? 24 : 32, M + point * m_point + start * WIDTH, tiles * LANES,
-                           panel_start(vectors, panels, panel + 1) - start);
-        }
+        multiply_point(shape, V + point * v_point, u + point * u_stride(inputs, outputs),
+                       M + point * m_point, tiles, point);
         tick();
     }
     meet(team);
-    EACH_TILE(team, o, outputs) {
-        vec add = bias ? splat(bias[o]) : zero(), floor = floor_of(finish);
+    /* the phases of a channel of dx are close in memory, so they are written together */
+    const int64_t step = shape->backward ? shape->step : 1, phases = step * step;
+    EACH_TILE(team, i, outputs) {
+        const int64_t each = outputs / phases, o = i % phases * each + i / phases;
+        const int64_t following = least(i + 1, outputs - 1);
+        const int64_t next = following % phases * each + following / phases;
+        const struct place place = output_place(shape, o);
+        const value *ahead = output_at(&y, output_place(shape, next));
+        vec add = bias ? splat(bias[place.channel]) : zero(), floor = floor_of(finish);
         for (int64_t t = first; t < stop; t++) {
             const int64_t row = t / across * m_h, column = t % across * m_w;
-            const int64_t rows = shape->rows - row, columns = shape->columns - column;
-            const int64_t offset = o * y.channel + row * y.row + column * LANES;
-            value *to = y.at + offset;
+            const int64_t rows = parts_of(shape->rows - place.row, step) - row;
+            const int64_t columns = parts_of(shape->columns - place.column, step) - column;
+            const int64_t offset = row * y.row + column * y.pixel;
+            value *to = output_at(&y, place) + offset;
             const float *from = M + (o * tiles + t - first) * LANES;
-            if (o + 1 < outputs) /* prefetch the next lines of y, which are rarely in cache */
+            if (next != o) /* prefetch the next lines of y, which are rarely in cache */
                 UNROLL for (int i = 0; i < m_h; i++)
                     UNROLL for (int j = 0; j < m_w; j++)
-                        __builtin_prefetch(to + y.channel + i * y.row + j * LANES, 1);
+                        __builtin_prefetch(ahead + offset + i * y.row + j * y.pixel, 1);
             for (int part = 0; part < LANES; part += WIDTH) {
-                const value *addend = finish.addend ? finish.addend + offset + part : NULL;
+                const value *addend = finish.addend ? finish.addend + (to - y.at) + part : NULL;
                 if (rows < m_h || columns < m_w)
-                    output_tile(from + part, m_point, add, addend, floor, to + part, y.row, rows,
-                                columns, m_h, m_w, r);
+                    output_tile(from + part, m_point, add, addend, floor, to + part, y.row,
+                                y.pixel, rows, columns, m_h, m_w, r);
                 else if (addend)
-                    output_tile(from + part, m_point, add, addend, floor, to + part, y.row, m_h,
-                                m_w, m_h, m_w, r);
+                    output_tile(from + part, m_point, add, addend, floor, to + part, y.row,
+                                y.pixel, m_h, m_w, m_h, m_w, r);
                 else
-                    output_tile(from + part, m_point, add, NULL, floor, to + part, y.row, m_h, m_w,
-                                m_h, m_w, r);
+                    output_tile(from + part, m_point, add, NULL, floor, to + part, y.row,
+                                y.pixel, m_h, m_w, m_h, m_w, r);
             }
         }
     }
@@ -316,7 +372,6 @@ int64_t winograd_conv_floats(const struct winograd *shape) {
 /* The arguments of a pass over one block, for tests. */
 struct example {
     struct winograd shape;
-    int backward;
     const float *w, *bias;
     float *u;
     struct pixels x;
@@ -325,7 +380,7 @@ struct example {
 
 static void example_weights(void *job, int64_t tile, float *own) {
     const struct example *e = job;
-    winograd_weights(&e->shape, e->w, e->u, e->backward, tile);
+    winograd_weights(&e->shape, e->w, e->u, tile);
 }
 
 static void example_conv(const struct team *team, void *job, int64_t block) {
@@ -334,7 +389,8 @@ static void example_conv(const struct team *team, void *job, int64_t block) {
 }
 
 static struct winograd example_shape(const int64_t *s) {
-    return (struct winograd){s[0], s[1], s[2], s[3], (int)s[4], (int)s[5], (int)s[6]};
+    return (struct winograd){s[0], s[1], s[2], s[3], (int)s[4], (int)s[5], (int)s[6], .step = 1,
+                             .taps = s[6]};
 }
 
 int64_t mpidl_winograd_weights_floats(const int64_t *shape) {
@@ -344,15 +400,12 @@ int64_t mpidl_winograd_weights_floats(const int64_t *shape) {
 
 void mpidl_winograd_conv(const float *x, const float *w, const float *bias, float *u, float *y,
                          const int64_t *shape) {
-    struct example e = {.shape = example_shape(shape),
-                        .backward = (int)shape[7],
-                        .w = w,
-                        .bias = bias,
-                        .u = u};
+    struct example e = {.shape = example_shape(shape), .w = w, .bias = bias, .u = u};
+    e.shape.backward = (int)shape[7];
     const struct winograd *s = &e.shape;
     const int64_t row = winograd_extent(s->columns, s->m_w, s->r) * LANES;
-    e.x = (struct pixels){(float *)x, winograd_extent(s->rows, s->m_h, s->r) * row, row, 1, 0, 0};
-    e.y = (struct outputs){y, s->rows * s->columns * LANES, s->columns * LANES};
+    e.x = (struct pixels){(float *)x, winograd_extent(s->rows, s->m_h, s->r) * row, row, 0, 0};
+    e.y = (struct outputs){y, s->rows * s->columns * LANES, s->columns * LANES, LANES, 0, 0};
     each_tile(winograd_weights_tiles(shape[1]), example_weights, &e, 0);
     each_block(1, example_conv, &e, winograd_conv_floats(&e.shape), 0);
 }

@@ -31,6 +31,7 @@ enum {
 /* How the work for a shape is divided. The division depends only on the shape, except for the width
  * of panels, which affects no sum. */
 struct plan {
+    const struct winograd *shape;
     int n;
     int64_t inputs, outputs, C, K; /* C and K: inputs and outputs rounded up to register tiles */
     int transposed;
@@ -43,7 +44,7 @@ struct plan {
 
 static struct plan plan_of(const struct winograd *shape, float *scratch) {
     const int n = M + shape->r - 1;
-    struct plan p = {.n = n, .inputs = shape->inputs, .outputs = shape->outputs};
+    struct plan p = {.shape = shape, .n = n, .inputs = shape->inputs, .outputs = shape->outputs};
     p.transposed = p.outputs % 16 == 0;
     p.C = parts_of(p.inputs, 4) * 4, p.K = parts_of(p.outputs, QUAD) * QUAD;
     p.across = parts_of(shape->columns, M);
@@ -114,9 +115,10 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
     int64_t place[MOST * PARTS];
     for (int64_t t = 0; t < tiles; t++) place[t * PARTS] = t * LANES;
     EACH_TILE(team, i, p->inputs) {
+        const float *input = input_at(&x, place_of_phase(p->shape, i));
         for (int64_t t = first, next; t < first + tiles; t = next) {
             next = least(t / across * across + across, first + tiles);
-            const float *from = channel_of(&x, i) + t / across * M * x.row + t % across * M * LANES;
+            const float *from = input + t / across * M * x.row + t % across * M * LANES;
             float *to = p->V + i * p->channel + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
                 input_row(from + part, x.row, next - t, to + part, p->v_point, place, M, M, r, group);
@@ -192,12 +194,12 @@ INLINE void add_lanes(const float *sums, float *S, int add) {
     }
 }
 
-static void point_lanes(const struct plan *p, const float *V, const float *D, int64_t tiles,
-                        float *S, int add) {
+static void point_lanes(const struct plan *p, struct range inputs, const float *V, const float *D,
+                        int64_t tiles, float *S, int add) {
     enum { CHUNK = 48 }; /* inputs per pass; a multiple of 4 and of INPUTS */
     float sums[CHUNK * LANES] __attribute__((aligned(64)));
-    for (int64_t first = 0; first < p->inputs; first += CHUNK) {
-        const int64_t count = least(p->inputs - first, CHUNK);
+    for (int64_t first = inputs.first; first < inputs.stop; first += CHUNK) {
+        const int64_t count = least(inputs.stop - first, CHUNK);
         for (int64_t i = count; i % 4; i++) memset(sums + i * LANES, 0, LANES * sizeof(float));
         for (int64_t o = 0; o < p->K; o += QUAD) {
             for (int part = 0; part < LANES; part += WIDTH)
@@ -278,12 +280,15 @@ INLINE void dweight_group(const struct team *team, const struct plan *p, struct 
     tick();
     EACH_TILE(team, point, IN_GROUP(n, group) * n) {
         const float *V = p->V + point * p->v_point, *D = p->D + point * p->d_point;
-        float *S = p->S + (FIRST(group) * n + point) * p->s_point;
+        const int64_t index = FIRST(n, group) * n + point;
+        float *S = p->S + index * p->s_point;
+        struct range inputs = inputs_at(p->shape, (int)(index / n), (int)(index % n));
+        inputs.first = inputs.first / 8 * 8; /* register tiles have eight inputs */
         if (p->transposed)
-            add_products(&p->products, V, D, tiles * LANES, (struct range){0, p->outputs},
-                         (struct range){0, p->products.inputs}, S, first > 0);
+            add_products(&p->products, V, D, tiles * LANES, (struct range){0, p->outputs}, inputs,
+                         S, first > 0);
         else
-            point_lanes(p, V, D, tiles, S, first > 0);
+            point_lanes(p, inputs, V, D, tiles, S, first > 0);
         tick();
     }
     meet(team);
@@ -298,7 +303,7 @@ INLINE void dweight_of(const struct team *team, const struct plan *p, struct pix
         dweight_group(team, p, x, dy, first, tiles, r, 0);
         dweight_group(team, p, x, dy, first, tiles, r, 1);
         dweight_group(team, p, x, dy, first, tiles, r, 2);
-        dweight_group(team, p, x, dy, first, tiles, r, 3);
+        if (GROUPS(M + r - 1) > 3) dweight_group(team, p, x, dy, first, tiles, r, 3);
         if (GROUPS(M + r - 1) > 4) dweight_group(team, p, x, dy, first, tiles, r, 4);
     }
     if (p->transposed)
@@ -310,10 +315,12 @@ INLINE void dweight_of(const struct team *team, const struct plan *p, struct pix
 void winograd_dweight(const struct team *team, const struct winograd *shape, struct pixels x,
                       struct pixels dy, float *dweight, float *scratch) {
     const struct plan plan = plan_of(shape, scratch);
-    if (shape->r == 3)
-        dweight_of(team, &plan, x, dy, dweight, 3);
-    else
-        dweight_of(team, &plan, x, dy, dweight, 5);
+    switch (shape->r) {
+    case 2: dweight_of(team, &plan, x, dy, dweight, 2); break;
+    case 3: dweight_of(team, &plan, x, dy, dweight, 3); break;
+    case 4: dweight_of(team, &plan, x, dy, dweight, 4); break;
+    case 5: dweight_of(team, &plan, x, dy, dweight, 5); break;
+    }
 }
 
 /* The arguments of a pass over one block, for tests. */
@@ -331,11 +338,11 @@ static void example_dweight(const struct team *team, void *job, int64_t block) {
 void mpidl_winograd_dweight(const float *x, const float *dy, float *dweight,
                             const int64_t *shape) {
     const int r = (int)shape[6];
-    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], M, M, r},
+    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], M, M, r, 0, 1, r, 0, 0},
                         .dweight = dweight};
     const int64_t rows = winograd_extent(shape[2], M, r), row = winograd_extent(shape[3], M, r);
     const int64_t dy_rows = rows - (r - 1), dy_row = row - (r - 1);
-    e.x = (struct pixels){(float *)x, rows * row * LANES, row * LANES, 1, 0, 0};
-    e.dy = (struct pixels){(float *)dy, dy_rows * dy_row * LANES, dy_row * LANES, 1, 0, 0};
+    e.x = (struct pixels){(float *)x, rows * row * LANES, row * LANES, 0, 0};
+    e.dy = (struct pixels){(float *)dy, dy_rows * dy_row * LANES, dy_row * LANES, 0, 0};
     each_block(1, example_dweight, &e, winograd_dweight_floats(&e.shape), 0);
 }

@@ -1,14 +1,15 @@
 /* The transforms of Winograd's F(m, r) along one dimension, on vectors of images.
  *
  * The values at enough points determine a product of polynomials. F(m, r) computes m outputs of a
- * filter with r coefficients from n = m + r - 1 inputs, at n points: 0, pairs of p and -p, and
- * infinity. In exact arithmetic any points work, but rounding errors depend on the points. Of all
- * points tried, the points in POINT have the smallest error: for n = 6, less than half the error of
- * the classic points 1 and 2 (tests/backends/cpu/test_cpu_winograd.py prints the errors). The
- * elements of B and A are sums of products of small dyadic fractions, so they are exact in float32.
+ * filter with r coefficients from n = m + r - 1 inputs, at n points: 0 if n is even, pairs of p and
+ * -p, and infinity. In exact arithmetic any points work, but rounding errors depend on the points.
+ * Of all points tried, the points in POINT have the smallest error: for n = 6, less than half the
+ * error of the classic points 1 and 2 (tests/backends/cpu/test_cpu_winograd.py prints the errors).
+ * The elements of B and A are sums of products of small dyadic fractions, so they are exact in
+ * float32.
  *
  * Each row of B^T and A below belongs to a point. The points p and -p share even and odd parts.
- * Therefore points are computed in groups: the first point, each pair, and infinity.
+ * Therefore points are computed in groups: the point 0, each pair, and infinity.
  */
 #ifndef MPIDL_WINOGRAD_TILES_H
 #define MPIDL_WINOGRAD_TILES_H
@@ -17,10 +18,18 @@
 
 enum { MOST_POINTS = 8, MOST_PAIRS = 3, MOST_TAPS = 5 }; /* maximum sizes along one dimension */
 
-/* The number of pairs, and the positive point of pair 0, 1, ... */
-#define PAIRS(n) (((n)-2) / 2)
-#define POINT(n, pair) ((n) == 4 ? 1 : (n) == 6 ? POINT_OF_6(pair) : POINT_OF_8(pair))
+/* Whether 0 is a point, the number of pairs, and the positive point of pair 0, 1, ... */
+#define ZERO(n) (1 - (n) % 2)
+#define PAIRS(n) (((n)-1) / 2)
+#define POINT(n, pair)                                                                             \
+    ((n) <= 4   ? 1                                                                                \
+     : (n) == 5 ? POINT_OF_5(pair)                                                                 \
+     : (n) == 6 ? POINT_OF_6(pair)                                                                 \
+     : (n) == 7 ? POINT_OF_7(pair)                                                                 \
+                : POINT_OF_8(pair))
+#define POINT_OF_5(pair) ((pair) == 0 ? 0.4375f : 1.375f)
 #define POINT_OF_6(pair) ((pair) == 0 ? 0.625f : 1.5f)
+#define POINT_OF_7(pair) ((pair) == 0 ? 0.375f : (pair) == 1 ? 0.875f : 1.75f)
 #define POINT_OF_8(pair) ((pair) == 0 ? 0.5f : (pair) == 1 ? 1.0f : 2.0f)
 #define SQUARE(n, pair) (POINT(n, pair) * POINT(n, pair))
 
@@ -31,10 +40,11 @@ INLINE float power_of(const int n, const int pair, const int exponent) {
     return power;
 }
 
-/* The number of groups of points, the first point of a group, and the number of its points. */
-#define GROUPS(n) (PAIRS(n) + 2)
-#define FIRST(group) ((group) == 0 ? 0 : 2 * (group)-1)
-#define IN_GROUP(n, group) ((group) == 0 || (group) == GROUPS(n) - 1 ? 1 : 2)
+/* The number of groups of points, the first point of a group, and the number of its points. The
+ * pair of a group is group - ZERO(n). */
+#define GROUPS(n) (ZERO(n) + PAIRS(n) + 1)
+#define FIRST(n, group) ((group) == 0 ? 0 : 2 * (group)-ZERO(n))
+#define IN_GROUP(n, group) (((group) == 0 && ZERO(n)) || (group) == GROUPS(n) - 1 ? 1 : 2)
 
 /* Apply a polynomial to d[0], d[2], d[4] and so on. The roots of the polynomial are the squares of
  * the points outside `pair`, or of all points if `pair` is PAIRS(n). */
@@ -43,6 +53,7 @@ INLINE vec without(const vec *d, const int n, const int pair) {
     int roots = 0;
     UNROLL for (int i = 0; i < PAIRS(n); i++)
         if (i != pair) root[roots++] = SQUARE(n, i);
+    if (roots == 0) return d[0];
     if (roots == 1) return muladd(splat(-root[0]), d[0], d[2]);
     if (roots == 2)
         return muladd(splat(root[0] * root[1]), d[0],
@@ -60,11 +71,12 @@ INLINE void input_group(const vec *d, vec *out, const int n, const int group) {
         out[0] = d[1] + d[2], out[1] = d[2] - d[1];
     } else if (n == 4) {
         out[0] = d[1] - d[3];
-    } else if (group == 0 || group == GROUPS(n) - 1) {
-        out[0] = without(d + (group > 0), n, PAIRS(n));
+    } else if (IN_GROUP(n, group) == 1) { /* 0 or infinity */
+        out[0] = without(group == 0 ? d : d + ZERO(n), n, PAIRS(n));
     } else {
-        const float p = POINT(n, group - 1);
-        vec even = without(d + 2, n, group - 1), odd = without(d + 1, n, group - 1);
+        const int pair = group - ZERO(n);
+        const float p = POINT(n, pair);
+        vec even = without(d + ZERO(n) + 1, n, pair), odd = without(d + ZERO(n), n, pair);
         out[0] = muladd(splat(p), odd, even), out[1] = muladd(splat(-p), odd, even);
     }
 }
@@ -72,7 +84,7 @@ INLINE void input_group(const vec *d, vec *out, const int n, const int group) {
 /* Compute all n values of B^T d. */
 INLINE void input_line(const vec *d, vec *out, const int n) {
     UNROLL for (int group = 0; group < GROUPS(n); group++)
-        input_group(d, out + FIRST(group), n, group);
+        input_group(d, out + FIRST(n, group), n, group);
 }
 
 /* Compute B^T d B for one group of rows of B^T, in `tiles` adjacent tiles that start at pixel x.
@@ -122,10 +134,12 @@ INLINE void output_line(const vec *v, vec *out, const int m, const int r) {
         return;
     }
     vec sum[MOST_PAIRS], difference[MOST_PAIRS];
-    out[0] = v[0];
     UNROLL for (int i = 0; i < PAIRS(n); i++) {
-        sum[i] = v[2 * i + 1] + v[2 * i + 2], difference[i] = v[2 * i + 1] - v[2 * i + 2];
-        out[0] += sum[i];
+        const vec *pair = v + ZERO(n) + 2 * i;
+        sum[i] = pair[0] + pair[1], difference[i] = pair[0] - pair[1];
+        if (i > 0) out[0] += sum[i];
+        else if (ZERO(n)) out[0] = v[0] + sum[0];
+        else out[0] = sum[0];
     }
     UNROLL for (int j = 1; j < m; j++)
         out[j] = sum_of_powers(j % 2 ? difference : sum, j == m - 1 ? &v[n - 1] : NULL, n, j);
@@ -133,12 +147,10 @@ INLINE void output_line(const vec *v, vec *out, const int m, const int r) {
 
 /* Compute A dy for one group of points; dy has the gradients of m outputs. */
 INLINE void gradient_group(const vec *d, vec *out, const int m, const int n, const int group) {
-    if (group == 0) {
-        out[0] = d[0];
-    } else if (group == GROUPS(n) - 1) {
-        out[0] = d[m - 1];
+    if (IN_GROUP(n, group) == 1) { /* 0 or infinity */
+        out[0] = group == 0 ? d[0] : d[m - 1];
     } else {
-        const float p = POINT(n, group - 1);
+        const float p = POINT(n, group - ZERO(n));
         vec even = d[0], odd = d[1];
         if (m > 2) even = muladd(splat(p * p), d[2], d[0]);
         if (m > 3) odd = muladd(splat(p * p), d[3], d[1]);
@@ -148,13 +160,14 @@ INLINE void gradient_group(const vec *d, vec *out, const int m, const int n, con
 
 INLINE void gradient_line(const vec *d, vec *out, const int m, const int n) {
     UNROLL for (int group = 0; group < GROUPS(n); group++)
-        gradient_group(d, out + FIRST(group), m, n, group);
+        gradient_group(d, out + FIRST(n, group), m, n, group);
 }
 
 /* Return the factor of a row of G: the reciprocal of the product of the differences between its
- * point and the other points. Pair -1 stands for the point 0. */
+ * point and the other finite points. Pair -1 stands for the point 0. Without the point 0, the
+ * factor of -p is the negative of the factor of p, which is returned. */
 INLINE float scale_of(const int n, const int pair) {
-    double product = pair < 0 ? 1 : 2 * (double)SQUARE(n, pair);
+    double product = pair < 0 ? 1 : 2 * (double)(ZERO(n) ? SQUARE(n, pair) : POINT(n, pair));
     UNROLL for (int i = 0; i < PAIRS(n); i++)
         if (i != pair) product *= (pair < 0 ? 0 : (double)SQUARE(n, pair)) - SQUARE(n, i);
     return (float)(1 / product);
@@ -176,11 +189,12 @@ INLINE void filter_line(const vec *g, vec *out, const int m, const int r) {
         out[0] = g[0], out[1] = even + odd, out[2] = even - odd, out[3] = g[2];
         return;
     }
-    out[0] = splat(scale_of(n, -1)) * g[0];
+    if (ZERO(n)) out[0] = splat(scale_of(n, -1)) * g[0];
     UNROLL for (int i = 0; i < PAIRS(n); i++) {
         vec even = splat(scale_of(n, i)) * every_other(g, 0, r, SQUARE(n, i));
         vec odd = splat(scale_of(n, i) * POINT(n, i)) * every_other(g, 1, r, SQUARE(n, i));
-        out[2 * i + 1] = even + odd, out[2 * i + 2] = even - odd;
+        vec *pair = out + ZERO(n) + 2 * i;
+        pair[0] = even + odd, pair[1] = ZERO(n) ? even - odd : odd - even;
     }
     out[n - 1] = g[r - 1];
 }
@@ -190,12 +204,15 @@ INLINE void filter_sums(const vec *v, vec *out, const int m, const int r) {
     const int n = m + r - 1;
     vec even[MOST_PAIRS], odd[MOST_PAIRS];
     UNROLL for (int i = 0; i < PAIRS(n); i++) {
-        even[i] = splat(scale_of(n, i)) * (v[2 * i + 1] + v[2 * i + 2]);
-        odd[i] = splat(scale_of(n, i) * POINT(n, i)) * (v[2 * i + 1] - v[2 * i + 2]);
+        const vec *pair = v + ZERO(n) + 2 * i;
+        vec sum = pair[0] + pair[1], difference = pair[0] - pair[1];
+        even[i] = splat(scale_of(n, i)) * (ZERO(n) ? sum : difference);
+        odd[i] = splat(scale_of(n, i) * POINT(n, i)) * (ZERO(n) ? difference : sum);
     }
     out[0] = even[0], out[1] = odd[0];
     UNROLL for (int i = 1; i < PAIRS(n); i++) out[0] += even[i], out[1] += odd[i];
-    out[0] = muladd(splat(scale_of(n, -1)), v[0], out[0]);
+    if (ZERO(n)) out[0] = muladd(splat(scale_of(n, -1)), v[0], out[0]);
+    if (r == 2) out[1] += v[n - 1];
     UNROLL for (int j = 2; j < r; j++)
         out[j] = sum_of_powers(j % 2 ? odd : even, j == r - 1 ? &v[n - 1] : NULL, n, j / 2 * 2);
 }

@@ -76,6 +76,12 @@ LARGE_CONVOLUTIONS = {
     "large 5x5 of two groups": ((18, 9, 6), (32, 5, 5), UNIT, ((2, 2), (2, 2)), UNIT, 2),
     "large 5x5 by 2": ((18, 13, 12), (64, 5, 5), (2, 2), ((2, 2), (1, 3)), UNIT, 2),
     "large 11x11 by 4": ((3, 35, 29), (33, 11, 11), (4, 4), ((2, 1), (0, 3)), UNIT, 1),
+    "many 3x3 by 2": ((32, 15, 13), (33, 3, 3), (2, 2), PADDING_1, UNIT, 1),
+    "many 3x3 by 2 of two groups": ((58, 17, 15), (64, 3, 3), (2, 2), ((0, 1), (2, 0)), UNIT, 2),
+    "many 4x4 by 2": ((18, 15, 16), (24, 4, 4), (2, 2), PADDING_1, UNIT, 1),
+    "large 7x7 by 2": ((3, 23, 30), (20, 7, 7), (2, 2), ((3, 3), (2, 3)), UNIT, 1),
+    "large 8x8 by 2": ((5, 20, 17), (16, 8, 8), (2, 2), ((3, 2), (3, 4)), UNIT, 1),
+    "large 5x5 by 3": ((11, 31, 29), (33, 5, 5), (3, 3), ((2, 1), (1, 2)), UNIT, 1),
     "spread 5x5": ((20, 12, 11), (32, 5, 5), UNIT, ((4, 4), (4, 4)), (2, 2), 1),
     "depthwise 3x3": ((5, 13, 17), (5, 3, 3), UNIT, PADDING_1, UNIT, 5),
     "depthwise 3x3 by 2": ((3, 20, 21), (3, 3, 3), (2, 2), PADDING_1, UNIT, 3),
@@ -86,8 +92,10 @@ LARGE_CONVOLUTIONS = {
     "spread depthwise": ((3, 9, 8), (3, 3, 3), UNIT, ((2, 2), (2, 2)), (2, 2), 3),
 }
 DEPTHWISE = tuple(label for label in LARGE_CONVOLUTIONS if "depthwise" in label)
-# cases with filters larger than 3x3 that Winograd's algorithm computes
+# other cases than 3x3 filters at stride 1 that Winograd's algorithm computes
 BY_WINOGRAD = ("large 5x5", "large 5x5 of two groups", "large 5x5 by 2", "large 11x11 by 4")
+BY_WINOGRAD += ("many 3x3 by 2", "many 3x3 by 2 of two groups", "many 4x4 by 2", "large 7x7 by 2")
+BY_WINOGRAD += ("large 8x8 by 2", "large 5x5 by 3")
 FUSED_ON_CPU = ("digits 2", "cifar 1", "cifar 9", "odd channels", "16 channels a group")
 FUSED_ON_CPU += ("large 1x1", "1x1 of several bands", "large 1x1 by 2", "large 3x3 by 2")
 FUSED_ON_CPU += BY_WINOGRAD + DEPTHWISE

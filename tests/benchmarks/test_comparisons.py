@@ -157,7 +157,7 @@ def test_memory_in_both_precisions(monkeypatch, capsys):
     options = arguments.parse("compare --memory --precision bf16 --with mpidl-fp32".split())
     options.busy = 0.0
     monkeypatch.setattr(compare, "our_side", lambda options, folder: MemorySide(60))
-    monkeypatch.setattr(compare, "check_onednn", lambda name, side: {})
+    monkeypatch.setattr(compare, "check_onednn", lambda *arguments: {})
     sides = {
         name: compare.OtherSide(version, lambda folder, mib=mib: MemorySide(mib))
         for name, version, mib in (("eager", "2.13.0", 90), ("mpidl-fp32", "", 80))

@@ -42,15 +42,28 @@ def test_a_floor_is_the_larger_time():
             {"forward": 25 / 9, "dx": 25 / 9, "dweight": 6.25},
         ),
         (dl.Conv2D(1, 32), (32, 8, 8), {"forward": 1, "dx": 1, "dweight": 1}),
-        # 11 x 11 filters at stride 4 are 3 x 3 filters on 16 times as many channels
+        # 11 x 11 filters at stride 4 are 3 x 3 filters of 4 x 4 phases. Along one dimension, one
+        # of four phases has 2 taps, so tiles of 2 and 4 outputs have 15 and 23 products
         (
             dl.Conv2D(11, 32, stride=4),
             (3, 43, 43),
             {
-                "forward": 81 * 121 / (15 * 24 * 16),
-                "dx": 1,
-                "dweight": 81 * 121 / (9 * 36 * 16),
+                "forward": 81 * 121 / (5 * 15 * 3 * 23),
+                "dx": 81 * 121 / (3 * 23) ** 2,
+                "dweight": 81 * 121 / (3 * 23) ** 2,
             },
+        ),
+        # 3 x 3 filters at stride 2 have phases of 2 and 1 taps. Tiles of 4 have 5 + 4 products
+        (
+            dl.Conv2D(3, 64, stride=2, padding=1),
+            (32, 16, 16),
+            {"forward": 9 * 64 / 18**2, "dx": 9 * 64 / 18**2, "dweight": 9 * 64 / 18**2},
+        ),
+        # with even padding, no phase of dx has its zero tap at the point infinity
+        (
+            dl.Conv2D(3, 64, stride=2, padding=((0, 1), (0, 1))),
+            (32, 16, 16),
+            {"forward": 9 * 64 / 18**2, "dx": 9 * 64 / 20**2, "dweight": 9 * 64 / 18**2},
         ),
     ],
 )

@@ -71,7 +71,7 @@ class Answers:
         return 0.3 if self.name == "eager 2.12.1" else 0.5 if self.name != "ours" else 0.1
 
 
-def compared(monkeypatch, tmp_path, counts):
+def compared(monkeypatch, tmp_path, counts, precision="fp32"):
     """Compare two versions' fixed answers. The second version's implementations are `counts`."""
     monkeypatch.setattr(compare, "our_side", lambda *_: Answers("ours", {}))
     fast = onednn.implementations(FAST)
@@ -81,7 +81,7 @@ def compared(monkeypatch, tmp_path, counts):
         )
         for version, c in (("2.13.0", fast), ("2.12.1", counts))
     }
-    options = arguments.parse(["compare", "--rounds", "2"])
+    options = arguments.parse(["compare", "--rounds", "2", "--precision", precision])
     options.busy = 0.0
     return compare.compare_time(options, sides, str(tmp_path))
 
@@ -101,6 +101,18 @@ def test_two_versions_are_compared(monkeypatch, tmp_path, capsys):
 def test_one_side_with_reference_code_ends_the_comparison(monkeypatch, tmp_path):
     with pytest.raises(Fault, match="eager 2.12.1: oneDNN fell back to its reference code"):
         compared(monkeypatch, tmp_path, onednn.implementations(FAST + SLOW))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_side_without_onednn_in_bfloat16_is_left_out(monkeypatch, tmp_path, precision):
+    """In float32, PyTorch's own code and MKL are fast."""
+    record = compared(monkeypatch, tmp_path, {}, precision)
+    if precision == "fp32":
+        assert not record["failed"] and record["best_variant"] == "eager 2.12.1"
+    else:
+        reason = "oneDNN has no bfloat16 for these CPU instructions"
+        assert record["failed"] == {"eager 2.12.1": reason}
+        assert record["best_variant"] == "eager 2.13.0"
 
 
 @pytest.fixture

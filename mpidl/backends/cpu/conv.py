@@ -21,15 +21,22 @@ from mpidl.backends.cpu.call import (
 from mpidl.backends.deferred import NormalizedInput
 from mpidl.core.blocks import LANES
 from mpidl.core.fold import Partial, Term, add, merge_moments
+from mpidl.core.values import BF16
 
 NOTHING_AFTER = None, *NO_NORM, None, None, None  # y, its activation, and a, b, c
-# Minimum numbers of channels for Winograd's algorithm:
-SAVING = 8  # in gradients and, with "fast" and filters larger than 3x3, in forward passes
-FEW = 16  # in forward passes with "auto" and 3x3 filters
-MANY_5X5 = 32  # in forward passes with "auto" and 5x5 filters
-# Minimum numbers of inputs for larger tiles in forward passes with "auto" and 3x3 filters:
-WIDE = 32  # for tiles of 2x4 outputs
-LARGE = 128  # for tiles of 4x4 outputs
+SAVING = 8  # minimum number of channels for Winograd's algorithm; forward passes may need more
+FEW, MANY_5X5 = 16, 32  # minimum numbers of outputs in forward passes with "auto"
+# The tiles of forward passes with "auto". For each side of the filter at stride 1: the minimum
+# number of terms of a sum of products, and a tile that is then accurate enough
+ACCURATE = {
+    2: ((256, 22), (256, 44)),
+    3: ((144, 22), (288, 24), (1152, 44)),
+    4: ((144, 22), (3136, 44)),
+    5: ((800, 22),),
+}
+TILES = {2: (22, 44), 3: (22, 24, 44), 4: (22, 44), 5: (22,)}  # of dx, if the stride is not 1
+MANY_TERMS = 72  # minimum number of terms of a sum, if the stride is not 1
+WORTH = 1.4  # minimum factor by which tiles must reduce the products, if the stride is not 1
 
 
 @functools.lru_cache(maxsize=256)
@@ -67,8 +74,41 @@ def _padded_gradient(pixels, outputs, taps, before, stride, dilation):
     return -(-reach // stride) + outputs + max(beyond, 0)
 
 
+def winograd_side(taps, step, before=0):
+    """Return the side of the filters that compute a convolution of stride `step` at stride 1.
+
+    `before` is the padding if the convolution computes dx, or else 0.
+    """
+    return -(-before // step) - (before - taps) // step
+
+
+def winograd_products(taps, step, side, tile, outputs, before=None):
+    """Return the number of products per pair of channels along one dimension of a convolution.
+
+    Parameters
+    ----------
+    taps, step : int
+        Sizes of the filter and of its step.
+    side, tile : int
+        Sizes of the filter at stride 1 and of a tile.
+    outputs : int
+        Pixels of y, or of a phase of dx.
+    before : int, optional
+        The padding, if the convolution computes dx.
+    """
+    points, first = tile + side - 1, -(before or 0) // step
+    count = step * points
+    for phase in range(step):  # a zero tap at an end saves a product, see kernels/cpu/winograd.h
+        places = {(i - (before or 0)) // step - first for i in range(phase, taps, step)}
+        if before is None:
+            count -= side - 1 not in places
+        else:
+            count -= (0 not in places) + (points % 2 == 0 and side - 1 not in places)
+    return -(-outputs // tile) * count
+
+
 @functools.lru_cache(maxsize=256)
-def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
+def winograd_tiles(weight_shape, stride, padding, dilation, output, policy, narrow=False):
     """Return the Winograd tile sizes of the forward, dx and dweight passes.
 
     A tile size is 10 * rows + columns of a tile's outputs; 0 means direct sums.
@@ -81,12 +121,15 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
         Shape of the output.
     policy : {"auto", "off", "fast"}
         See `backends.configure`.
+    narrow : bool
+        Whether activations are stored in bfloat16.
 
     Notes
     -----
-    The choice depends only on the policy and the arguments of the layer. The kernels support 3x3
-    and 5x5 filters at stride 1. In forward and dweight passes, the kernels compute a larger filter
-    at stride s as a 3x3 or 5x5 filter at stride 1 on s * s times as many channels.
+    The choice depends only on the policy and the arguments of the layer. At stride 1, the kernels
+    support 3x3 and 5x5 filters. They compute an R x R filter at stride s as an r x r filter at
+    stride 1, r = ceil(R / s), on s * s times as many channels, or for dx, with s * s times as many
+    outputs. r may be 2, 3, 4 or 5.
 
     Backward passes use tiles of 4x4 outputs, whose error is at most a few times the error of a
     direct sum. With 5x5 filters the error is larger, and dx would pass the error on to all earlier
@@ -94,14 +137,18 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
 
     In forward passes, an error can change the sign of a ReLU's input. Therefore "auto" uses the
     largest tile whose root mean square error is at most about 1.4 times the error of a direct sum
-    in float32. The error of a direct sum grows with the number of inputs, and the error of a tile
-    hardly does, so more inputs permit larger tiles. Only "fast" always uses tiles of 4x4, except
-    for filters from one channel to one channel.
+    in float32. The error of a direct sum grows with the number of terms, and the error of a tile
+    hardly does, so more terms permit larger tiles. Only "fast" always uses tiles of 4x4.
 
-    Gradients with fewer than SAVING channels, and outputs smaller than a tile, use direct sums. So
-    do filters that fill less than two thirds of the equivalent filter at stride 1. In these cases,
+    At other strides, the tile with the fewest products is used if it is accurate enough, because a
+    large tile may extend beyond a small output. Direct sums in bfloat16 are faster than 2x2 and 4x4
+    filters at stride 1, and than dx by phases.
+
+    Filters from one channel to one channel, gradients with fewer than SAVING channels, and outputs
+    smaller than a tile use direct sums. So do strided convolutions of sums with fewer than
+    MANY_TERMS terms, or with more than 1 / WORTH of the products of direct sums. In these cases,
     the transforms would cost more than they save. With "auto", forward passes with fewer than FEW
-    channels, or MANY_5X5 channels with 5x5 filters, use direct sums, too.
+    outputs, or MANY_5X5 outputs with 5x5 filters, use direct sums, too.
 
     References
     ----------
@@ -109,30 +156,50 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     """
     k, c, r, s = weight_shape
     step = stride[0]
-    side = -(-r // step)  # size of the equivalent filter at stride 1
-    fits = r == s and stride == (step, step) and dilation == (1, 1) and side in (3, 5)
-    fits = fits and 3 * r**2 >= 2 * (side * step) ** 2
+    side = winograd_side(r, step)
+    fits = r == s and stride == (step, step) and dilation == (1, 1)
+    fits = fits and side in ((3, 5) if step == 1 or narrow else ACCURATE)
     sides = [v for pair in padding for v in pair]
-    if policy == "off" or not fits or max(sides) >= r or min(output[1:]) < 4:
+    if policy == "off" or not fits or max(sides) >= r or min(output[1:]) < 4 or c == k == 1:
         return 0, 0, 0
-    fast = policy == "fast" and c * k > 1
-    c *= step**2
-    channels = min(c, k)
-    enough = channels >= SAVING
-    if side == 3:
-        auto = 0 if channels < FEW else 44 if c >= LARGE else 24 if c >= WIDE else 22
-        dx = 44 if step == 1 and k >= SAVING else 0
-        return 44 if fast else auto, dx, 44 if c >= SAVING else 0
-    auto = 22 if channels >= MANY_5X5 else 0
-    dx = 0 if step > 1 or not enough else 44 if fast else 22
-    return 44 if fast and enough else auto, dx, 44 if enough else 0
+    fast, enough = policy == "fast", min(c * step**2, k) >= SAVING
+    enough = enough and (step == 1 or c * r * r >= MANY_TERMS)
+    outputs = MANY_5X5 if side == 5 else FEW
+    forward = [tile for terms, tile in ACCURATE[side] if c * r * r >= terms and k >= outputs]
+    if fast:
+        forward = [44] if side == 3 or enough else []
+    if step == 1:
+        if side == 3:
+            return max(forward, default=0), 44 if k >= SAVING else 0, 44 if c >= SAVING else 0
+        return max(forward, default=0), (44 if fast else 22) * enough, 44 * enough
+    befores = padding[0][0], padding[1][0]
+    dx_side = max(winograd_side(r, step, before) for before in befores)
+    backward = TILES.get(dx_side, ()) if enough and not narrow else ()
+    shared = r, step, output[1:]
+    return (
+        _fastest(forward, side, *shared),
+        _fastest(backward, dx_side, *shared, befores),
+        _fastest([44] if enough else [], side, *shared),
+    )
+
+
+def _fastest(tiles, side, taps, step, output, befores=(None, None)):
+    """Return the tile with the fewest products, or 0 if direct sums are faster."""
+
+    def products(tile):
+        lines = zip(divmod(tile, 10), output, befores, strict=True)
+        return math.prod(winograd_products(taps, step, side, *line) for line in lines)
+
+    tile = min(tiles, key=products, default=0)
+    return tile if tile and products(tile) * WORTH <= taps**2 * math.prod(output) else 0
 
 
 def plan(x, weight, geometry):
     """Return (`struct conv`, output shape (K, P, Q), Winograd tile sizes) of a convolution."""
     shape, output = _sizes(x.shape[1:-1], weight.shape, geometry)
     per_group = (len(weight) // geometry.groups, *weight.shape[1:])
-    tiles = winograd_tiles(per_group, *geometry[:3], output, settings.winograd)
+    narrow = x.dtype == BF16
+    tiles = winograd_tiles(per_group, *geometry[:3], output, settings.winograd, narrow)
     return shape, output, tiles
 
 
