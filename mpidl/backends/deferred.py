@@ -73,15 +73,6 @@ class DeferredValue(Blocked):
         return self.like(self.raw)
 
 
-class DeferredNormalization(DeferredValue):
-    """A batch normalization stored as a `NormalizedInput`.
-
-    Additions normalize the stored input while they read it (see `addend`). Other ops read `raw`.
-    """
-
-    __slots__ = ()
-
-
 class DeferredActivation(DeferredValue):
     """The ReLU or clip of a batch normalization, stored as the input of the normalization.
 
@@ -97,6 +88,15 @@ class DeferredActivation(DeferredValue):
     def reshape(self, image_shape: tuple[int, ...]) -> DeferredActivation:
         """Return a DeferredActivation with the same values and another image shape."""
         return DeferredActivation(self.deferred, self.batch, self.compute, image_shape)
+
+
+class DeferredNormalization(DeferredActivation):
+    """A batch normalization stored as a `NormalizedInput`.
+
+    Only additions (see `addend`) and, if the backend defers clips, convolutions may read `source`.
+    """
+
+    __slots__ = ()
 
 
 def readable(value: Blocked) -> np.ndarray | DeferredInput:

@@ -5,8 +5,8 @@ These runs of layers become one op:
 - Convolution, batch normalization, and ReLU or, on a CPU, clip. The op stores only the
   convolution's output. Later ops (convolution, pooling, dense) apply the normalization and the
   activation when they read that output.
-- Convolution and batch normalization, if only additions read the result. The op stores only the
-  convolution's output, which the additions normalize when they read it.
+- Convolution and batch normalization, if only additions and, on a CPU, convolutions read the
+  result. The op stores only the convolution's output, which they normalize when they read it.
 - The addition of two values and ReLU.
 - Convolution and ReLU, optionally with the addition of another value between them, as at the end
   of a residual block. The op applies the addition and the ReLU before it stores the result.
@@ -51,13 +51,16 @@ def find_runs(
     all RUNS.
     """
     kinds = RUNS if kinds is None else kinds
+    of_norms = {Add, Conv2D} if CLIPPED in kinds else {Add}
     readers: dict[str, list[Layer]] = collections.defaultdict(list)
     for layer, names in zip(layers, reads, strict=True):
         for name in names:
             readers[name].append(layer)
     runs, i = [], 0
     while i < len(layers):
-        count = next((len(run) for run in kinds if _begins(run, layers[i:], reads[i:], readers)), 1)
+        count = next(
+            (len(run) for run in kinds if _begins(run, layers[i:], reads[i:], readers, of_norms)), 1
+        )
         runs.append(tuple(range(i, i + count)))
         i += count
     return runs
@@ -76,11 +79,11 @@ RUNS: Kinds = (
 WITHOUT_CLIPS = tuple(run for run in RUNS if run is not CLIPPED)
 
 
-def _begins(run, layers, reads, readers):
+def _begins(run, layers, reads, readers, of_norms):
     """Return whether the first layers have the types in `run` and can be fused.
 
     `reads` contains the names of the outputs that each layer reads, and `readers` the layers that
-    read each output.
+    read each output. `of_norms` are the types of layers that may read a batch normalization.
     """
     if tuple(type(layer) for layer in layers[: len(run)]) != run:
         return False
@@ -88,7 +91,7 @@ def _begins(run, layers, reads, readers):
         return False
     if run[-1] is BatchNorm:
         types = {type(layer) for layer in readers[layers[len(run) - 1].name]}
-        if types != {Add}:
+        if not types or not types <= of_norms:
             return False
     for before, layer, names in zip(layers, layers[1 : len(run)], reads[1:], strict=False):
         inputs = 2 if type(layer) is Add else 1

@@ -62,7 +62,10 @@ LAYERS = {
         *(dl.BatchNorm(), dl.Clip(0, 6), dl.Conv2D(1, 4), dl.BatchNorm(), dl.Clip(0.1, 2)),
         *(dl.Dense(5), dl.Clip(0, 6, name="d")),
         *(dl.Conv2D(3, 8, after="a"), dl.BatchNorm(), dl.Clip(-1, 1, name="e")),
-        *(dl.Concat(inputs=("e", "e")), dl.AveragePool2D(2), dl.Dense(5, name="f")),
+        *(dl.Conv2D(1, 3), dl.BatchNorm(name="n"), dl.Conv2D(3, 3, padding=1, groups=3)),
+        *(dl.BatchNorm(name="m"), dl.Add(inputs=("n", "m")), dl.Conv2D(1, 4), dl.BatchNorm()),
+        *(dl.Conv2D(1, 2, name="h"), dl.Concat(inputs=("e", "h")), dl.AveragePool2D(2)),
+        dl.Dense(5, name="f"),
         *(dl.Add(inputs=("d", "f")), dl.Dense(3)),
     ],
     "read by layers that store": [
