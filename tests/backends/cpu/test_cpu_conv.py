@@ -42,14 +42,14 @@ def test_a_filter_per_channel_gives_the_bytes_of_the_direct_kernels(label, monke
         return y, dx, *(np.stack(partial.terms[0].nodes) for partial in (dweight, dbias))
 
     def compare():
-        one = passes(weight, bias[::2], values["dy"])
+        outputs = passes(weight, bias[::2], values["dy"])
         other = np.zeros((len(x), len(weights), *values["dy"].shape[2:]), np.float32)
         other[:, ::2] = values["dy"]
         y, dx, dweight, dbias = passes(weights, bias, other)
-        two = y[:, ::2], dx, dweight[:, ::2], dbias[:, ::2]
-        for a, b in zip(one, two, strict=True):
+        direct = y[:, ::2], dx, dweight[:, ::2], dbias[:, ::2]
+        for a, b in zip(outputs, direct, strict=True):
             assert a.size > 0 and (a + 0.0).tobytes() == (b + 0.0).tobytes()  # -0 becomes 0
-        return one
+        return outputs
 
     on_all_builds(compare)
 
