@@ -197,10 +197,10 @@ static int streams(const struct dense *d) {
 }
 
 void mpidl_dense_dweight(const float *dy, const value *x, const float *mean, const float *scale,
-                         const float *beta, float *nodes, const int64_t *tree, int64_t features,
-                         int64_t channels, int64_t outputs) {
-    struct dense d = backward_of((struct source){x, mean, scale, beta}, dy, tree, features,
-                                 channels, outputs);
+                         const float *beta, float low, float high, float *nodes,
+                         const int64_t *tree, int64_t features, int64_t channels, int64_t outputs) {
+    const struct source source = {x, mean, scale, beta, low, high};
+    struct dense d = backward_of(source, dy, tree, features, channels, outputs);
     d.nodes = nodes;
     if (d.blocks == 0) return;
     round_dy(&d, 0, 1);
@@ -257,21 +257,16 @@ static void backward_tile(void *argument, int64_t number, float *own) {
     int64_t f0 = number * job->panel, stop = least(f0 + job->panel, d->features);
     int64_t steps = parts_of(d->outputs, ROWS), slot = d->outputs * job->stride;
     float *room = own, *x = room + CHUNK * LANES, *slots = x + LANES * (CHUNK + LANES);
-    float *steps_of_blocks = slots + counter_slots(d->blocks) * slot;
-    const struct plan *plan = make_plan(d->tree, steps_of_blocks);
-    float *packed = steps_of_blocks + odd_lines(parts_of(d->blocks, LANES)); /* the weights, only in bfloat16 */
-    float *for_dx = packed + (NARROW ? terms_of(d->outputs) * job->stride : 0);
+    float *for_plan = slots + counter_slots(d->blocks) * slot, *for_dx = for_plan + d->blocks;
+    const struct plan *plan = make_plan(d->tree, for_plan);
     int height = 0;
 
-#ifdef BF16
-    pack_outputs(d, 0, d->outputs, f0, stop - f0, packed, job->stride);
-#endif
     for (int64_t first = 0; first < d->blocks; first += 2) {
         int64_t last = least(first + 2, d->blocks);
         int at = height;
         for (int64_t f = f0; f < stop; f += CHUNK) {
             int64_t count = least(CHUNK, stop - f);
-            dense_dx_panel(d, f, count, first, last - first, packed + f - f0, job->stride, for_dx);
+            dense_dx_panel(d, f, count, first, last - first, for_dx);
             at = height;
             for (int64_t b = first; b < last; at += 1 - plan[b++].joins) {
                 turn(d, b, f, count, room, x, CHUNK + LANES);
@@ -303,11 +298,11 @@ static void backward_tile(void *argument, int64_t number, float *own) {
 }
 
 void mpidl_dense_backward(const float *dy, const value *x, const float *mean, const float *scale,
-                          const float *beta, const float *weight, value *dx, double *sums,
-                          float *nodes, const int64_t *tree, int64_t features, int64_t channels,
-                          int64_t outputs) {
-    struct dense d = backward_of((struct source){x, mean, scale, beta}, dy, tree, features,
-                                 channels, outputs);
+                          const float *beta, float low, float high, const float *weight, value *dx,
+                          double *sums, float *nodes, const int64_t *tree, int64_t features,
+                          int64_t channels, int64_t outputs) {
+    const struct source source = {x, mean, scale, beta, low, high};
+    struct dense d = backward_of(source, dy, tree, features, channels, outputs);
     d.weight = weight, d.dx = dx, d.sums = sums, d.nodes = nodes;
     if (d.blocks == 0) return;
     round_dy(&d, 1, 1);
@@ -315,7 +310,6 @@ void mpidl_dense_backward(const float *dy, const value *x, const float *mean, co
     job.stride = parts_of(job.panel, ACROSS) * ACROSS + LANES;
     each_tile(parts_of(features, job.panel), backward_tile, &job,
               LANES * (2 * CHUNK + LANES) + counter_slots(d.blocks) * outputs * job.stride +
-                  odd_lines(parts_of(d.blocks, LANES)) + (NARROW ? terms_of(outputs) * job.stride : 0) +
-                  dense_dx_floats(&d, 2));
+                  d.blocks + dense_dx_floats(&d, 2));
     if (sums) fold_sums(sums, 2 * channels, d.tree);
 }

@@ -6,7 +6,7 @@
  * Rounding to bfloat16 is to nearest, ties to even. Numbers of magnitude below 2^-56 become zero.
  * Then the product of two of them is a multiple of 2^-126, and so is every sum of such products. So
  * no sum is subnormal, and the results do not depend on how an instruction treats subnormal
- * numbers. */
+ * numbers. For the same reason, a bias is added after the products. */
 #ifndef MPIDL_VALUE_H
 #define MPIDL_VALUE_H
 
@@ -158,8 +158,10 @@ INLINE float word_of(float even, float odd) {
 #define dense_sums dense_sums_bf16
 #define dense_tile dense_tile_bf16
 #define dense_dx_floats dense_dx_floats_bf16
-#define pack_outputs pack_outputs_bf16
 #define round_dy round_dy_bf16
+#define is_depthwise is_depthwise_bf16
+#define depthwise_forward depthwise_forward_bf16
+#define depthwise_backward depthwise_backward_bf16
 #endif
 
 #endif

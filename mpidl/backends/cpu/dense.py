@@ -6,6 +6,7 @@ from mpidl.backends import settings
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import (
+    NO_NORM,
     as_type,
     nodes_of,
     operand,
@@ -36,7 +37,7 @@ def dense(x, weight, bias):
 def dense_dx(dy, weight):
     dy, weight = np.ascontiguousarray(dy), per_channel(weight)
     outputs, features = weight.shape
-    blocks, nothing = len(dy), (None,) * 4
+    blocks, nothing = len(dy), (None, *NO_NORM)
     storage = BF16 if settings.precision == "bf16" else np.float32
     dx = arenas.empty((blocks, features, LANES), storage)
     tree = np.array([0, blocks, blocks, 0], np.int64)
