@@ -11,9 +11,9 @@
  *
  * With -DBF16, x and dx are bfloat16 numbers, and x, the weights and dy are rounded before they are
  * multiplied. A sum adds two products at a time, in the order of value.h: of the features, outputs
- * or images 2 i and 2 i + 1. Groups start at even outputs. The weights are rounded in parts, to
- * memory that stays in cache, because a rounded copy of all weights would have to be read from
- * memory as well. */
+ * or images 2 i and 2 i + 1. Groups start at even outputs. A part of the weights is rounded to
+ * scratch memory, which stays in cache for all blocks, because a rounded copy of all weights would
+ * have to be read from memory as well. */
 #ifndef MPIDL_DENSE_H
 #define MPIDL_DENSE_H
 
@@ -114,10 +114,16 @@ INLINE void put_pair(float *to, vec even, vec odd) {
  * and the gradient of the weights. In float, the terms are dy itself. */
 void round_dy(struct dense *d, int for_dx, int for_dweight);
 
+/* Round the weights of `count` features, starting at feature f, of the outputs [k, stop): write the
+ * terms of sums over outputs, in rows that are `row` floats apart. Only for bfloat16 (in
+ * dense_dx.c). */
+void pack_outputs(const struct dense *d, int64_t k, int64_t stop, int64_t f, int64_t count,
+                  float *to, int64_t row);
 /* Compute dx for `count` features, starting at feature f, in `blocks` blocks, starting at block
- * `first` (in dense_dx.c). `own` is scratch memory of dense_dx_floats floats. */
+ * `first`. `own` is scratch memory of dense_dx_floats floats. If there is only one group of outputs,
+ * its weights may already be packed, in rows that are `row` floats apart; else `packed` is NULL. */
 void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t first, int64_t blocks,
-                    float *own);
+                    const float *packed, int64_t row, float *own);
 int64_t dense_dx_floats(const struct dense *d, int64_t blocks);
 /* Compute the batch-norm sums of the channels whose features are in [first, stop), in one block. dx
  * must already be complete. */

@@ -257,16 +257,21 @@ static void backward_tile(void *argument, int64_t number, float *own) {
     int64_t f0 = number * job->panel, stop = least(f0 + job->panel, d->features);
     int64_t steps = parts_of(d->outputs, ROWS), slot = d->outputs * job->stride;
     float *room = own, *x = room + CHUNK * LANES, *slots = x + LANES * (CHUNK + LANES);
-    float *for_plan = slots + counter_slots(d->blocks) * slot, *for_dx = for_plan + d->blocks;
+    float *for_plan = slots + counter_slots(d->blocks) * slot;
     const struct plan *plan = make_plan(d->tree, for_plan);
+    float *packed = for_plan + odd_lines(parts_of(d->blocks, LANES)); /* only in bfloat16 */
+    float *for_dx = packed + (NARROW ? terms_of(d->outputs) * job->stride : 0);
     int height = 0;
 
+#ifdef BF16
+    pack_outputs(d, 0, d->outputs, f0, stop - f0, packed, job->stride);
+#endif
     for (int64_t first = 0; first < d->blocks; first += 2) {
         int64_t last = least(first + 2, d->blocks);
         int at = height;
         for (int64_t f = f0; f < stop; f += CHUNK) {
             int64_t count = least(CHUNK, stop - f);
-            dense_dx_panel(d, f, count, first, last - first, for_dx);
+            dense_dx_panel(d, f, count, first, last - first, packed + f - f0, job->stride, for_dx);
             at = height;
             for (int64_t b = first; b < last; at += 1 - plan[b++].joins) {
                 turn(d, b, f, count, room, x, CHUNK + LANES);
@@ -310,6 +315,7 @@ void mpidl_dense_backward(const float *dy, const value *x, const float *mean, co
     job.stride = parts_of(job.panel, ACROSS) * ACROSS + LANES;
     each_tile(parts_of(features, job.panel), backward_tile, &job,
               LANES * (2 * CHUNK + LANES) + counter_slots(d.blocks) * outputs * job.stride +
-                  d.blocks + dense_dx_floats(&d, 2));
+                  odd_lines(parts_of(d.blocks, LANES)) +
+                  (NARROW ? terms_of(outputs) * job.stride : 0) + dense_dx_floats(&d, 2));
     if (sums) fold_sums(sums, 2 * channels, d.tree);
 }

@@ -12,7 +12,7 @@ enum { GROUPS = 1, SUMS = 8 };
 #endif
 
 /* The arguments for adding the products of `groups` groups of outputs to the sums of dx: the
- * weights of `rows` outputs, and dy for the vectors of images. `sizes` counts terms. If `add` is 0, the
+ * weights, and dy for the vectors of images. `sizes` and `rows` count terms. If `add` is 0, the
  * result replaces the sums. The sums of floats are in dx itself. In bfloat16, they are in scratch
  * memory, and the last groups round them to dx. */
 struct visit {
@@ -31,37 +31,18 @@ enum { LINE = 16 };
  * about 8 lines. If a visit has more of these rows, each tile of features reads the same lines from
  * the second-level cache again. Therefore, a visit of more than FEW_ROWS rows copies the weights of
  * LINE features to adjacent lines. It copies them while it computes the preceding features, which
- * hides the latency. In bfloat16, every visit copies the weights, and rounds them. */
+ * hides the latency. */
 enum { SET_BYTES = 4096, FEW_ROWS = 16 };
 
-/* The copy that a tile of features makes: a part of the terms of each group. */
+/* The copy that a tile of features makes: a part of the rows of each group. */
 struct copy {
     const float *from; /* the first row, or NULL if the tile copies nothing */
     float *to;
     int part, parts;
 };
 
-/* Copy the weights of LINE features for the terms [j, stop). `from` points to the first row of the
- * visit. */
-INLINE void copy_lines(const struct visit *v, float *to, const float *from, int j, int stop) {
-    for (; j < stop; j++) {
-#ifdef BF16
-        const int pair = j * PER_WORD & ~1;
-        const float *even = from + pair * v->row, *odd = even + v->row;
-        const int has_odd = pair + 1 < v->rows;
-        UNROLL for (int i = 0; i < LINE; i += WIDTH) {
-            if (PER_WORD == 2)
-                store(to + j * LINE + i, paired(load(even + i), has_odd ? load(odd + i) : zero()));
-            else
-                store(to + j * LINE + i, j == pair ? rounded(load(even + i))
-                                         : has_odd ? rounded(load(odd + i))
-                                                   : zero());
-        }
-#else
-        UNROLL for (int i = 0; i < LINE; i += WIDTH)
-            store(to + j * LINE + i, load(from + j * v->row + i));
-#endif
-    }
+INLINE void copy_line(float *to, const float *from) {
+    UNROLL for (int i = 0; i < LINE; i += WIDTH) store(to + i, load(from + i));
 }
 
 /* Add a visit's products to `features` features, starting at f, for `vectors` vectors of images.
@@ -80,9 +61,9 @@ INLINE void back(const struct visit *v, const float *w, int64_t row, int64_t f, 
         UNROLL for (int q = 0; q < features; q++)
             UNROLL for (int i = 0; i < vectors; i++) sum[q][i] = zero();
         if (copy.from) {
-            int size = v->sizes[g];
-            copy_lines(v, copy.to, copy.from, size * copy.part / copy.parts,
-                       size * (copy.part + 1) / copy.parts);
+            int size = v->sizes[g], stop = size * (copy.part + 1) / copy.parts;
+            for (int j = size * copy.part / copy.parts; j < stop; j++)
+                copy_line(copy.to + j * LINE, copy.from + j * v->row);
             copy.from += size * v->row, copy.to += size * LINE;
         }
         for (int j = 0; j < v->sizes[g]; j++, w += row, at += LANES) {
@@ -109,6 +90,7 @@ INLINE void back(const struct visit *v, const float *w, int64_t row, int64_t f, 
 /* The rows of weights that a visit prefetches. */
 struct rows {
     const float *first;
+    int64_t row;
     int count;
 };
 
@@ -119,11 +101,11 @@ INLINE void back_features(const struct visit *v, int64_t count, struct rows next
     float packed[2][GROUPS * GROUP * LINE] __attribute__((aligned(64)));
     float *now = packed[0], *later = packed[1];
     int64_t f = 0;
-    const int terms = (int)terms_of(v->rows);
-    if (packs && count >= LINE) copy_lines(v, now, v->weight, 0, terms);
+    if (packs)
+        for (int j = 0; j < v->rows; j++) copy_line(now + j * LINE, v->weight + j * v->row);
     for (; f + LINE <= count; f += LINE) {
         for (int j = 0; j < next.count; j++)
-            __builtin_prefetch(next.first + j * v->row + f, 0, 2);
+            __builtin_prefetch(next.first + j * next.row + f, 0, 2);
         struct copy copy = {.to = later, .parts = tiles};
         if (packs && f + 2 * LINE <= count) copy.from = v->weight + f + LINE;
         for (; copy.part < tiles; copy.part++) {
@@ -136,22 +118,32 @@ INLINE void back_features(const struct visit *v, int64_t count, struct rows next
         float *used = now;
         now = later, later = used;
     }
-    const float *rest = v->weight + f;
-    int64_t row = v->row;
-#ifdef BF16
-    if (f < count) {
-        float line[GROUP * LINE] = {0};
-        for (int j = 0; j < v->rows; j++)
-            memcpy(line + j * LINE, rest + j * row, (size_t)(count - f) * sizeof(float));
-        const struct visit of_line = {.row = LINE, .rows = v->rows};
-        copy_lines(&of_line, now, line, 0, terms);
-        rest = now, row = LINE;
-    }
-#endif
-    for (; f < count; f++) back(v, rest++, row, f, 1, vectors, (struct copy){0});
+    for (; f < count; f++) back(v, v->weight + f, v->row, f, 1, vectors, (struct copy){0});
 }
 
 #ifdef BF16
+void pack_outputs(const struct dense *d, int64_t k, int64_t stop, int64_t f, int64_t count,
+                  float *to, int64_t row) {
+    for (; k < stop; k += 2, to += 2 / PER_WORD * row) {
+        const float *even = d->weight + k * d->features + f;
+        const float *odd = k + 1 < stop ? even + d->features : NULL;
+        int64_t i = 0;
+        for (; i + WIDTH <= count; i += WIDTH) {
+            const vec low = load(even + i), high = odd ? load(odd + i) : zero();
+#if PER_WORD == 2
+            store(to + i, paired(low, high));
+#else
+            store(to + i, rounded(low)), store(to + row + i, rounded(high));
+#endif
+        }
+        for (; i < count; i++) {
+            const float high = odd ? odd[i] : 0;
+            if (PER_WORD == 2) to[i] = word_of(even[i], high);
+            else to[i] = word_of(0, even[i]), to[row + i] = word_of(0, high);
+        }
+    }
+}
+
 static void round_dy_tile(void *argument, int64_t block, float *own) {
     const struct dense **copies = argument, *from = copies[0], *d = copies[1];
     const int64_t terms = terms_of(from->outputs);
@@ -184,39 +176,51 @@ void round_dy(struct dense *d, int for_dx, int for_dweight) {
 #endif
 }
 
+/* The scratch memory of bfloat16: the rounded weights of a group, whose rows use different sets of a
+ * cache, and the sums. */
+enum { PACKED_ROW = PANEL + LANES };
+
 static int64_t groups_of(const struct dense *d) { return parts_of(d->outputs, GROUP); }
 
 int64_t dense_dx_floats(const struct dense *d, int64_t blocks) {
-    return NARROW && groups_of(d) > 1 ? blocks * PANEL * LANES : 0;
+    if (!NARROW) return 0;
+    return terms_of(GROUP) * PACKED_ROW + (groups_of(d) > 1 ? blocks * PANEL * LANES : 0);
 }
 
-/* Set all members of a visit of the groups from g except the addresses of images. Return the rows
- * that it prefetches. */
-static struct rows begin_visit(struct visit *v, const struct dense *d, int64_t g, int64_t f) {
+/* Set the terms, the weights and the prefetched rows of a visit of the groups from g. */
+static struct rows begin_visit(struct visit *v, const struct dense *d, int64_t g, int64_t f,
+                               int64_t count, const float *packed, int64_t row, float *own) {
     const int64_t groups = groups_of(d), k = group_start(d->outputs, g, groups);
     const int64_t next = group_start(d->outputs, least(g + GROUPS, groups), groups);
     const int64_t after = group_start(d->outputs, least(g + 2 * GROUPS, groups), groups);
     *v = (struct visit){.weight = d->weight + k * d->features + f,
                         .row = d->features,
                         .groups = (int)least(GROUPS, groups - g),
-                        .rows = (int)(next - k),
+                        .rows = (int)terms_of(next - k),
                         .add = g > 0,
                         .is_last = g + GROUPS >= groups};
     for (int i = 0; i < v->groups; i++)
         v->sizes[i] = (int)terms_of(group_start(d->outputs, g + i + 1, groups) -
                                     group_start(d->outputs, g + i, groups));
-    return (struct rows){d->weight + next * d->features + f, (int)(after - next)};
+#ifdef BF16
+    v->weight = packed, v->row = row;
+    if (!packed) {
+        pack_outputs(d, k, next, f, count, own, PACKED_ROW);
+        v->weight = own, v->row = PACKED_ROW;
+    }
+#endif
+    return (struct rows){d->weight + next * d->features + f, d->features, (int)(after - next)};
 }
 
 void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t first, int64_t blocks,
-                    float *own) {
+                    const float *packed, int64_t row, float *own) {
     const int64_t groups = groups_of(d), dy_rows = terms_of(d->outputs);
     for (int64_t g = 0; g < groups; g += GROUPS) {
         const int64_t at = terms_of(group_start(d->outputs, g, groups));
         struct visit v;
-        const struct rows next = begin_visit(&v, d, g, f);
-        int packs = NARROW || (GROUPS > 1 && v.rows > FEW_ROWS && count >= LINE &&
-                               d->features * (int64_t)sizeof(float) % SET_BYTES == 0);
+        const struct rows next = begin_visit(&v, d, g, f, count, packed, row, own);
+        int packs = !NARROW && GROUPS > 1 && v.rows > FEW_ROWS && count >= LINE &&
+                    d->features * (int64_t)sizeof(float) % SET_BYTES == 0;
         for (int64_t i = 0; i < blocks * PARTS; i += 2) {
             int vectors = (int)least(2, blocks * PARTS - i);
             struct rows fetch = next;
@@ -226,7 +230,9 @@ void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t fir
                 v.dy[j] = d->dy + (block * dy_rows + at) * LANES + lane;
                 v.dx[j] = d->dx + (block * d->features + f) * LANES + lane;
                 v.sums[j] = (float *)v.dx[j];
-                if (NARROW) v.sums[j] = own + (block - first) * count * LANES + lane;
+                if (NARROW)
+                    v.sums[j] = own + terms_of(GROUP) * PACKED_ROW +
+                                (block - first) * count * LANES + lane;
             }
             if (vectors == 2 && packs)
                 back_features(&v, count, fetch, 2, 1);
@@ -269,7 +275,7 @@ static void dx_tile(void *argument, int64_t tile, float *own) {
     int64_t first = tile % job->groups * job->group, blocks = least(job->group, d->blocks - first);
     int64_t f0 = tile / job->groups * job->tile, stop = least(f0 + job->tile, d->features);
     for (int64_t f = f0; f < stop; f += PANEL)
-        dense_dx_panel(d, f, least(PANEL, stop - f), first, blocks, own);
+        dense_dx_panel(d, f, least(PANEL, stop - f), first, blocks, NULL, 0, own);
     if (d->sums)
         for (int64_t b = 0; b < blocks; b++) dense_sums(d, first + b, f0, stop);
 }
