@@ -4,7 +4,8 @@
 #include "mpidl.h"
 
 /* A tile has TILE outputs of `group` blocks. The panels of features are processed one after the
- * other, so that a panel's x stays in cache for all outputs. */
+ * other, so that a panel's x stays in cache for all outputs. In bfloat16, tiles are larger, because
+ * each of them converts x to words. */
 enum { TILE = NARROW ? 128 : 64 };
 
 struct job {
@@ -21,7 +22,8 @@ struct step {
 };
 
 /* Add the sum of weight * x over `terms` terms to y, for `rows` outputs and `vectors` vectors of
- * images. Prefetch the weights of the next step. */
+ * images. Prefetch the weights of the next step, in bfloat16 to the first-level cache, because they
+ * are rounded before they are multiplied. */
 INLINE void multiply(const struct step *step, const float *const *x, float *const *y,
                      int64_t terms, const int rows, const int vectors) {
     const float *weight = step->weight, *next = step->next;
