@@ -404,10 +404,8 @@ void mpidl_conv2d(const value *x, const float *mean, const float *scale, const f
                     add_tap(&taps, ci, inputs, pass.in.channel_stride, c.R * c.S, r * c.S + s,
                             offset_of(&pass, 0, r, s));
         phase.taps = taps.count, phase.offset = taps.offset, phase.weight = packed;
-        for (int64_t g = 0; g < c.groups; g++)
-            pack_weights(taps.form, packed + g * outputs * taps.count,
-                         weight + g * outputs * pass.taps, outputs, pass.taps, taps.count,
-                         taps.index);
+        pack_weights(&(struct packing){taps.form, packed, weight, c.groups, outputs * pass.taps,
+                                       outputs, pass.taps, taps.count, taps.index});
         pass.phases = &phase, pass.phase_count = 1;
     }
     each_block(blocks, forward_block, &pass, pass.winograd_at + extra, 0);
@@ -518,10 +516,10 @@ static void find_phases(struct pass *pass) {
                                 r * c->S + s, p * from->row_stride + q * LANES);
                     }
             phase->taps = taps.count;
-            for (int64_t g = 0; g < c->groups; g++, packed += inputs * phase->taps)
-                pack_weights(taps.form, packed, pass->weight + g * outputs * inputs * filter,
-                             inputs, filter, phase->taps, index);
-            offset += phase->taps;
+            pack_weights(&(struct packing){taps.form, packed, pass->weight, c->groups,
+                                           outputs * inputs * filter, inputs, filter, taps.count,
+                                           index});
+            packed += c->C * taps.count, offset += taps.count;
         }
 }
 

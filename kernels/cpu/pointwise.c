@@ -71,7 +71,8 @@ static void prepare(struct pass *pass, int64_t outputs, int64_t output_stride, i
     for (int64_t t = 0; t < taps; t++)
         offset[t] = (int32_t)(tap_of(pass->over_channels, t, channels) * pass->channel);
     set_indices(pass->over_channels, index, channels, channel_stride);
-    pack_weights(pass->over_channels, packed, pass->job.weight, outputs, output_stride, taps, index);
+    pack_weights(&(struct packing){pass->over_channels, packed, pass->job.weight, 1, 0, outputs,
+                                   output_stride, taps, index});
     pass->taps = taps, pass->offset = offset, pass->packed = packed;
 }
 
