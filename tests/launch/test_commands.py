@@ -10,7 +10,7 @@ import jobs
 import numpy as np
 import pool
 import pytest
-from cpu_builds import BUILDS, WIDE
+from cpu_builds import FUSED_BUILDS
 from launcher import mpirun
 
 import mpidl as dl
@@ -189,8 +189,7 @@ def test_training_in_bf16(pictures, tmp_path):
     text = jobs.refusal(jobs.resume(1, out, "--precision", "fp32", "--max-iterations", 4, check=2))
     assert text.endswith("--precision was bf16, is fp32")
     jobs.resume(1, out, "--max-iterations", 4)
-    usable = [build for build in WIDE if build in BUILDS]
-    env = {"MPIDL_CPU": usable[-1]} if usable else {}
+    env = {"MPIDL_CPU": FUSED_BUILDS[-1]} if FUSED_BUILDS else {}
     for precision in ("bf16", "fp32"):
         words = [*SHORT, "--max-iterations", 4, "--precision", precision]
         jobs.train(2, pictures, tmp_path / precision, *words, env=env)
@@ -225,7 +224,7 @@ def test_info(ranks):
 def test_info_says_how_a_build_computes_in_bf16(build, text):
     if build != "numpy" and build not in builds.built():
         pytest.skip(f"no build {build}")
-    lines = pool.run(1, "-m", "mpidl.info", env={"MPIDL_CPU": build}, check=0).stdout.splitlines()
+    lines = mpirun(1, "-m", "mpidl.info", env={"MPIDL_CPU": build}, check=0).stdout.splitlines()
     facts = {line[:13].strip(): line[14:] for line in lines}
     assert facts["bf16"].startswith(text)
     for name in builds.built():
