@@ -475,7 +475,7 @@ static void lay_out_dy(struct pass *pass, enum form form, enum form over_channel
  * overwrite dy; without an activation, dy is this gradient. dx must not be in the same memory. */
 static void place_dy(struct pass *pass, value *dy_out) {
     const struct conv *c = &pass->c;
-    if (!pass->dy.y.mean) dy_out = (value *)pass->dy.dy; /* only read */
+    if (!pass->dy.y.x) dy_out = (value *)pass->dy.dy; /* only read */
     int has_border = pass->out.rows != c->P || pass->out.columns != c->Q;
     if (!NARROW && !has_border && dy_out != pass->dx) pass->dy_out = dy_out;
 }
@@ -628,9 +628,9 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
     out.keep_border = block != team->first;
     float *leaf = pass->leaves ? leaf_of(team, pass->leaves, block) : NULL;
     const struct picture picture = {c->K, pixels, c->P, c->Q, pass->before, pass->left};
-    const value *y = pass->dy.y.mean ? pass->dy.y.x + at : NULL;
+    const value *y = pass->dy.y.x ? pass->dy.y.x + at : NULL;
     EACH_TILE(team, k, c->K) {
-        if (pass->dy_out != pass->dy.dy || pass->dy.y.mean)
+        if (pass->dy_out != pass->dy.dy || pass->dy.y.x)
             fill_gradient(&out, k, &pass->dy, pass->dy.dy + at, y, pass->counts[block], picture);
         if (leaf) /* the gradient of the bias follows the gradient of the weights */
             leaf[c->K * pass->taps + k] = sum_of_copy(pass, &out, k);

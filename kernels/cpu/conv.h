@@ -54,9 +54,10 @@ struct padded {
     int keep_border;
 };
 
-/* The gradient of a convolution's output y. The gradient is dy itself or, if y.mean is not NULL, dy
- * backpropagated through the ReLU and batch normalization that follow (see normalize_back). If
- * y.scale is NULL, no ReLU follows. */
+/* The gradient of a convolution's output y. If y.x is NULL, the gradient is dy itself. If y.mean is
+ * not NULL, dy is backpropagated through the ReLU and batch normalization that follow (see
+ * normalize_back); if y.scale is NULL, no ReLU follows. Otherwise, dy is backpropagated through a
+ * ReLU whose output is y.x. */
 struct gradient {
     const value *dy;
     struct source y;

@@ -234,7 +234,7 @@ static void backward_block(const struct team *team, void *argument, int64_t bloc
         const int64_t first = pass->pixels * band / bands;
         const int64_t count = pass->pixels * (band + 1) / bands - first;
         const struct picture picture = {c->K, y_channel, 1, count, 0, 0};
-        const value *y = job->dy.y.mean ? job->dy.y.x + at + first * LANES : NULL;
+        const value *y = job->dy.y.x ? job->dy.y.x + at + first * LANES : NULL;
         copy.columns = count;
         EACH_TILE(team, k, c->K) {
             fill_gradient(&copy, k, &job->dy, job->dy.dy + at + first * LANES, y,

@@ -249,7 +249,7 @@ def conv2d_backward(
         after = source_of(source_after)
         if isinstance(source_after, NormalizedInput):
             after = (*after[:2], None, None)
-        after = (*after, *map(per_channel, factors))
+        after = (*after, *map(per_channel, factors or (None,) * 3))
     dy = np.ascontiguousarray(as_type(dy, source[0].dtype))
     dx = None
     if needs[0]:
