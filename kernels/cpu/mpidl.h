@@ -158,8 +158,7 @@ void mpidl_conv2d(const value *x, const float *mean, const float *scale, const f
                   const int64_t *tree, int64_t tile, const value *addend, int64_t relu);
 /* dy is the gradient of y. If y_mean is not NULL, dy is the gradient of the activation of y, and
  * the gradient of y is a * dz + b * (y - mean) + c. If y_scale and y_beta are NULL, no activation
- * follows the normalization of y. If only y_mean is NULL, y is the output of the ReLU that follows
- * the convolution. dy_out is NULL or dy, and the function may store the gradient of
+ * follows the normalization of y. dy_out is NULL or dy, and the function may store the gradient of
  * y there. dx may be NULL or dy. sums (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx.
  * bias (C) or NULL is added to dx. dweight or NULL has the shape (nodes, K * C/groups * R * S + K);
  * the gradient of the bias comes last. */
