@@ -19,6 +19,9 @@
  *  - Otherwise a vector holds images, which are added up at the end of a band:
  *        V[point][input][tile, image]   D[point][output][tile, image]
  *        S[point][quad of outputs][input][4]
+ *
+ * With -DBF16, x, dy, V and D are bfloat16 numbers, and D is always transposed: the number of
+ * outputs is rounded up to a multiple of 16. See products.h for the order of the sums over images.
  */
 enum {
     M = 4,
@@ -26,7 +29,11 @@ enum {
     INPUTS = REGISTERS == 32 ? 4 : 3, /* inputs of such a register tile */
     MOST = 64,                        /* maximum number of tiles in a band */
     BAND_BYTES = 512 << 10,           /* size of V and D, which hold two lines of points */
+    PER_PIXEL = NARROW ? LANES / 2 : LANES, /* vectors of outputs of a pixel of transposed dy */
 };
+
+/* The numbers of V in the memory of a float. */
+#define V_PER_FLOAT (NARROW ? PER_WORD : 1)
 
 /* How the work for a shape is divided. The division depends only on the shape, except for the width
  * of panels, which affects no sum. */
@@ -45,19 +52,21 @@ struct plan {
 static struct plan plan_of(const struct winograd *shape, float *scratch) {
     const int n = M + shape->r - 1;
     struct plan p = {.shape = shape, .n = n, .inputs = shape->inputs, .outputs = shape->outputs};
-    p.transposed = p.outputs % 16 == 0;
-    p.C = parts_of(p.inputs, 4) * 4, p.K = parts_of(p.outputs, QUAD) * QUAD;
+    p.transposed = NARROW || p.outputs % LANES == 0;
+    const int64_t wide = p.transposed ? LANES : QUAD;
+    p.C = parts_of(p.inputs, 4) * 4, p.K = parts_of(p.outputs, wide) * wide;
     p.across = parts_of(shape->columns, M);
     p.tiles = p.across * parts_of(shape->rows, M);
-    int64_t fit = BAND_BYTES / (2 * n * (p.inputs + p.outputs) * LANES * (int64_t)sizeof(float));
+    int64_t fit = BAND_BYTES / (2 * n * (p.inputs + p.outputs) * LANES * (int64_t)sizeof(value));
     /* Each band adds to all of S. With `worth` tiles, V and D cause as much memory traffic as S. */
     int64_t worth = most(p.inputs * p.outputs / (8 * (p.inputs + p.outputs)), 4);
     p.bands = parts_of(p.tiles, least(most(fit, worth), MOST));
     p.most = parts_of(p.tiles, p.bands);
-    p.channel = odd_lines(p.most);
-    p.products = products_of(p.inputs, p.outputs, p.most * LANES, p.channel);
+    p.channel = odd_lines(parts_of(p.most * TERMS_PER_PIXEL, LANES));
+    p.products = products_of(p.inputs, p.K, p.most * TERMS_PER_PIXEL, p.channel);
     p.v_point = odd_lines(p.C * p.channel / LANES);
-    p.d_point = odd_lines(p.K * (p.transposed ? p.most : p.channel / LANES));
+    p.d_point = odd_lines(p.transposed ? p.K * p.most * TERMS_PER_PIXEL / LANES
+                                       : p.K * p.channel / LANES);
     p.s_point = odd_lines(p.C * p.K / LANES + 1);
     p.V = scratch;
     p.D = p.V + 2 * n * p.v_point;
@@ -68,7 +77,7 @@ static struct plan plan_of(const struct winograd *shape, float *scratch) {
 
 int64_t winograd_dweight_floats(const struct winograd *shape) {
     struct plan p = plan_of(shape, NULL);
-    int64_t transposed = p.transposed ? p.most * M * M * p.outputs * LANES : 0;
+    int64_t transposed = p.transposed ? p.most * M * M * p.K * PER_PIXEL : 0;
     return 2 * p.n * (p.v_point + p.d_point) + p.n * p.n * p.s_point + transposed;
 }
 
@@ -89,18 +98,57 @@ INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t poin
     }
 }
 
+/* With -DBF16: the same for two images, which are the halves of the words of dy. Write the words of
+ * D; if words hold single numbers, the second image is `next` floats further. */
+INLINE void gradient_words(const float *dy, int64_t row, int64_t pixel, float *out, int64_t next,
+                           int64_t point, const int n, const int group) {
+    const int lines = IN_GROUP(n, group);
+    vec t[2][2][M], d[2][M], v[2][MOST_POINTS];
+    UNROLL for (int c = 0; c < M; c++) {
+        UNROLL for (int r = 0; r < M; r++) {
+            words both = (words)load(dy + r * row + c * pixel);
+            d[0][r] = (vec)(both << 16), d[1][r] = (vec)(both & 0xffff0000);
+        }
+        UNROLL for (int image = 0; image < 2; image++) {
+            gradient_group(d[image], v[image], M, n, group);
+            UNROLL for (int line = 0; line < lines; line++) t[image][line][c] = v[image][line];
+        }
+    }
+    UNROLL for (int line = 0; line < lines; line++) {
+        UNROLL for (int image = 0; image < 2; image++) gradient_line(t[image][line], v[image], M, n);
+        UNROLL for (int c = 0; c < n; c++) {
+            float *to = out + (line * n + c) * point;
+            if (PER_WORD == 2) store(to, paired(v[0][c], v[1][c]));
+            else store(to, rounded(v[0][c])), store(to + next, rounded(v[1][c]));
+        }
+    }
+}
+
+/* Return where dy has a tile of an output. */
+static const value *tile_of(const struct plan *p, struct pixels dy, int64_t output,
+                            int64_t tile) {
+    return (const value *)dy.at + output * dy.channel + tile / p->across * M * dy.row +
+           tile % p->across * M * LANES;
+}
+
 /* Transpose dy of a band to vectors of outputs: T[16 outputs][tile][image][pixel of the
- * tile][output]. */
+ * tile][output], or, with -DBF16, T[16 outputs][tile][pixel of the tile][pair of images][output]. */
 static void transpose_band(const struct team *team, const struct plan *p, struct pixels dy,
                            int64_t first, int64_t tiles) {
-    EACH_TILE(team, item, p->outputs / LANES * M) {
+    EACH_TILE(team, item, p->K / LANES * M) {
         const int64_t o = item / M * LANES, r = item % M;
         for (int64_t t = first; t < first + tiles; t++) {
-            const float *from = dy.at + o * dy.channel + (t / p->across * M + r) * dy.row +
-                                t % p->across * M * LANES;
-            float *to = p->T + ((item / M * tiles + t - first) * LANES * M + r) * M * LANES;
-            for (int c = 0; c < M; c++)
-                transpose_16(from + c * LANES, dy.channel, to + c * LANES, M * M * LANES);
+            const float *from = (const float *)(tile_of(p, dy, o, t) + r * dy.row);
+            float *to = p->T + (item / M * tiles + t - first) * M * M * PER_PIXEL * LANES;
+            if (NARROW) {
+                for (int c = 0; c < M; c += 2) /* 16 words hold two pixels */
+                    transpose_16(from + c * PER_PIXEL, dy.channel / 2,
+                                 to + (r * M + c) * PER_PIXEL * LANES, LANES);
+            } else {
+                for (int c = 0; c < M; c++)
+                    transpose_16(from + c * LANES, dy.channel, to + (r * M + c) * LANES,
+                                 M * M * LANES);
+            }
         }
     }
     meet(team);
@@ -115,31 +163,38 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
     int64_t place[MOST * PARTS];
     for (int64_t t = 0; t < tiles; t++) place[t * PARTS] = t * LANES;
     EACH_TILE(team, i, p->inputs) {
-        const float *input = input_at(&x, place_of_phase(p->shape, i));
+        const int64_t input = input_offset(&x, place_of_phase(p->shape, i));
         for (int64_t t = first, next; t < first + tiles; t = next) {
             next = least(t / across * across + across, first + tiles);
-            const float *from = input + t / across * M * x.row + t % across * M * LANES;
-            float *to = p->V + i * p->channel + (t - first) * LANES;
+            const int64_t from = input + t / across * M * x.row + t % across * M * LANES;
+            const int64_t to = i * p->channel * V_PER_FLOAT + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
-                input_row(from + part, x.row, next - t, to + part, p->v_point, place, M, M, r, group);
+                input_row(x.at, from + part, x.row, next - t, p->V, to + part,
+                          p->v_point * V_PER_FLOAT, place, M, M, r, group, NARROW);
         }
     }
     if (p->transposed) {
-        EACH_TILE(team, item, p->outputs / LANES * tiles) {
+        EACH_TILE(team, item, p->K / LANES * tiles) {
             const int64_t o = item / tiles * LANES, t = item % tiles;
-            const float *from = p->T + item * M * M * LANES * LANES;
-            const int64_t panel = p->products.panel;
-            float *to = p->D + place_of(&p->products, o, t * LANES);
-            for (int image = 0; image < LANES; image++, from += M * M * LANES, to += panel)
-                for (int part = 0; part < LANES; part += WIDTH)
-                    gradient_tile(from + part, M * LANES, to + part, p->d_point, n, group);
+            const float *from = p->T + item * M * M * PER_PIXEL * LANES;
+            const int64_t panel = p->products.panel, pixel = PER_PIXEL * LANES;
+            float *to = p->D + place_of(&p->products, o, t * TERMS_PER_PIXEL);
+            for (int part = 0; part < LANES; part += WIDTH)
+                for (int i = 0; i < PER_PIXEL; i++) {
+                    if (NARROW)
+                        gradient_words(from + i * LANES + part, M * pixel, pixel,
+                                       to + TERMS_PER_PIXEL / PER_PIXEL * i * panel + part, panel,
+                                       p->d_point, n, group);
+                    else
+                        gradient_tile(from + i * M * M * LANES + part, M * LANES,
+                                      to + i * panel + part, p->d_point, n, group);
+                }
         }
         return;
     }
     EACH_TILE(team, o, p->outputs) {
         for (int64_t t = first; t < first + tiles; t++) {
-            const float *from = dy.at + o * dy.channel + t / across * M * dy.row +
-                                t % across * M * LANES;
+            const float *from = (const float *)tile_of(p, dy, o, t);
             float *to = p->D + o * p->channel + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
                 gradient_tile(from + part, dy.row, to + part, p->d_point, n, group);
@@ -252,7 +307,7 @@ INLINE void finish_transposed(const struct plan *p, int64_t tile, float *dweight
             for (int tap = 0; tap < filter; tap += 16) /* the next input overwrites 7 extra taps */
                 transpose_16(taps[tap], LANES, filters_of + j * filter + tap, row);
         }
-        for (int64_t o = 0; o < LANES; o++)
+        for (int64_t o = 0; o < least(p->outputs - tile * LANES, LANES); o++)
             memcpy(dweight + ((tile * LANES + o) * p->inputs + i) * filter, filters_of + o * row,
                    (size_t)(count * filter) * sizeof(float));
     }
@@ -285,8 +340,8 @@ INLINE void dweight_group(const struct team *team, const struct plan *p, struct 
         struct range inputs = inputs_at(p->shape, (int)(index / n), (int)(index % n));
         inputs.first = inputs.first / 8 * 8; /* register tiles have eight inputs */
         if (p->transposed)
-            add_products(&p->products, V, D, tiles * LANES, (struct range){0, p->outputs}, inputs,
-                         S, first > 0);
+            add_products(&p->products, V, D, tiles * TERMS_PER_PIXEL, (struct range){0, p->K},
+                         inputs, S, first > 0);
         else
             point_lanes(p, inputs, V, D, tiles, S, first > 0);
         tick();
@@ -307,7 +362,7 @@ INLINE void dweight_of(const struct team *team, const struct plan *p, struct pix
         if (GROUPS(M + r - 1) > 4) dweight_group(team, p, x, dy, first, tiles, r, 4);
     }
     if (p->transposed)
-        EACH_TILE(team, tile, p->outputs / LANES) finish_transposed(p, tile, dweight, r);
+        EACH_TILE(team, tile, p->K / LANES) finish_transposed(p, tile, dweight, r);
     else
         EACH_TILE(team, tile, p->K / QUAD) finish_lanes(p, tile, dweight, r);
 }
@@ -323,6 +378,7 @@ void winograd_dweight(const struct team *team, const struct winograd *shape, str
     }
 }
 
+#ifndef BF16
 /* The arguments of a pass over one block, for tests. */
 struct example {
     struct winograd shape;
@@ -346,3 +402,4 @@ void mpidl_winograd_dweight(const float *x, const float *dy, float *dweight,
     e.dy = (struct pixels){(float *)dy, dy_rows * dy_row * LANES, dy_row * LANES, 0, 0};
     each_block(1, example_dweight, &e, winograd_dweight_floats(&e.shape), 0);
 }
+#endif

@@ -160,7 +160,8 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy, narr
     sides = [v for pair in padding for v in pair]
     if policy == "off" or not fits or max(sides) >= r or min(output[1:]) < 4:
         return 0, 0, 0
-    fast, enough = policy == "fast", min(c * step**2, k) >= SAVING
+    fast = policy == "fast" or narrow
+    enough = min(c * step**2, k) >= SAVING
     enough = enough and (step == 1 or c * r * r >= MANY_TERMS)
     outputs = MANY_5X5 if side == 5 else FEW
     forward = [tile for terms, tile in ACCURATE[side] if c * r * r >= terms and k >= outputs]
@@ -169,7 +170,7 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy, narr
     if step == 1:
         if side == 3:
             return max(forward, default=0), 44 if k >= SAVING else 0, 44 if c >= SAVING else 0
-        return max(forward, default=0), (44 if fast else 22) * enough, 44 * enough
+        return max(forward, default=0), (44 if policy == "fast" else 22) * enough, 44 * enough
     befores = padding[0][0], padding[1][0]
     dx_side = max(winograd_side(r, step, before) for before in befores)
     backward = TILES.get(dx_side, ()) if enough and not narrow else ()
