@@ -52,7 +52,7 @@ static inline int is_narrow(const struct winograd *shape) { return NARROW && sha
  * those of passes whose products are of bfloat16 numbers. */
 #ifdef BF16
 #define EACH_SIZE(SIZE, NARROW_SIZE)                                                               \
-    SIZE(4, 4, 3) SIZE(4, 4, 5) NARROW_SIZE(4, 4, 3) NARROW_SIZE(2, 2, 5) NARROW_SIZE(4, 4, 5)
+    SIZE(4, 4, 3) SIZE(4, 4, 5) NARROW_SIZE(4, 4, 3) NARROW_SIZE(2, 2, 5)
 #else
 #define EACH_SIZE(SIZE, NARROW_SIZE)                                                               \
     SIZE(2, 2, 2) SIZE(4, 4, 2) SIZE(2, 2, 3) SIZE(2, 4, 3) SIZE(4, 4, 3) SIZE(2, 2, 4)            \
@@ -160,7 +160,7 @@ void winograd_conv(const struct team *team, const struct winograd *shape, struct
                    float *scratch);
 
 /* Compute dweight (outputs, inputs, r, r), the block's gradient with respect to the weights of the
- * forward pass `shape`; m_h and m_w are 4. Taps outside the original filter are not defined. x is
+ * forward pass `shape`; m_h and m_w are 4, or 2 with -DBF16 and r = 5. Taps outside the original filter are not defined. x is
  * padded. `dy` starts at its first pixel and is zero beyond its rows and columns up to the end of
  * the tiles (a multiple of 4). */
 int64_t winograd_dweight_floats(const struct winograd *shape);

@@ -4,7 +4,7 @@
 #include "winograd.h"
 #include "winograd_tiles.h"
 
-/* Compute the gradient with respect to r x r weights with F(4x4, r x r) (n^2 points, n = r + 3):
+/* Compute the gradient with respect to r x r weights with F(m x m, r x r) (n^2 points, n = m + r - 1):
  *
  *     dW = G^T [ sum over tiles and images of (B^T d B) . (A dy A^T) ] G
  *
@@ -24,13 +24,15 @@
  * outputs is rounded up to a multiple of 16. See products.h for the order of the sums over images.
  */
 enum {
-    M = 4,
     QUAD = 4,                         /* outputs of a register tile, if vectors hold images */
     INPUTS = REGISTERS == 32 ? 4 : 3, /* inputs of such a register tile */
     MOST = 64,                        /* maximum number of tiles in a band */
     BAND_BYTES = 512 << 10,           /* size of V and D, which hold two lines of points */
     PER_PIXEL = NARROW ? LANES / 2 : LANES, /* vectors of outputs of a pixel of transposed dy */
 };
+
+/* The side of a tile. Larger tiles for 5x5 filters would amplify the rounding to bfloat16. */
+#define M_OF(r) (NARROW && (r) == 5 ? 2 : 4)
 
 /* The numbers of V in the memory of a float. */
 #define V_PER_FLOAT (NARROW ? PER_WORD : 1)
@@ -39,7 +41,7 @@ enum {
  * of panels, which affects no sum. */
 struct plan {
     const struct winograd *shape;
-    int n;
+    int m, n;
     int64_t inputs, outputs, C, K; /* C and K: inputs and outputs rounded up to register tiles */
     int transposed;
     int64_t across, tiles, bands, most; /* tiles per row; all tiles; bands; tiles per band */
@@ -50,13 +52,13 @@ struct plan {
 };
 
 static struct plan plan_of(const struct winograd *shape, float *scratch) {
-    const int n = M + shape->r - 1;
-    struct plan p = {.shape = shape, .n = n, .inputs = shape->inputs, .outputs = shape->outputs};
+    const int m = shape->m_h, n = m + shape->r - 1;
+    struct plan p = {.shape = shape, .m = m, .n = n, .inputs = shape->inputs, .outputs = shape->outputs};
     p.transposed = NARROW || p.outputs % LANES == 0;
     const int64_t wide = p.transposed ? LANES : QUAD;
     p.C = parts_of(p.inputs, 4) * 4, p.K = parts_of(p.outputs, wide) * wide;
-    p.across = parts_of(shape->columns, M);
-    p.tiles = p.across * parts_of(shape->rows, M);
+    p.across = parts_of(shape->columns, m);
+    p.tiles = p.across * parts_of(shape->rows, m);
     int64_t fit = BAND_BYTES / (2 * n * (p.inputs + p.outputs) * LANES * (int64_t)sizeof(value));
     /* Each band adds to all of S. With `worth` tiles, V and D cause as much memory traffic as S. */
     int64_t worth = most(p.inputs * p.outputs / (8 * (p.inputs + p.outputs)), 4);
@@ -77,23 +79,23 @@ static struct plan plan_of(const struct winograd *shape, float *scratch) {
 
 int64_t winograd_dweight_floats(const struct winograd *shape) {
     struct plan p = plan_of(shape, NULL);
-    int64_t transposed = p.transposed ? p.most * M * M * p.K * PER_PIXEL : 0;
+    int64_t transposed = p.transposed ? p.most * p.m * p.m * p.K * PER_PIXEL : 0;
     return 2 * p.n * (p.v_point + p.d_point) + p.n * p.n * p.s_point + transposed;
 }
 
 /* Compute A dy A^T of one tile, for one group of rows of A. Points of `out` are `point` floats
  * apart. */
-INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t point, const int n,
-                          const int group) {
+INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t point, const int m,
+                          const int n, const int group) {
     const int lines = IN_GROUP(n, group);
-    vec t[2][M], d[M], v[MOST_POINTS];
-    UNROLL for (int c = 0; c < M; c++) {
-        UNROLL for (int r = 0; r < M; r++) d[r] = load(dy + r * row + c * LANES);
-        gradient_group(d, v, M, n, group);
+    vec t[2][MOST_OUTPUTS], d[MOST_OUTPUTS], v[MOST_POINTS];
+    UNROLL for (int c = 0; c < m; c++) {
+        UNROLL for (int r = 0; r < m; r++) d[r] = load(dy + r * row + c * LANES);
+        gradient_group(d, v, m, n, group);
         UNROLL for (int line = 0; line < lines; line++) t[line][c] = v[line];
     }
     UNROLL for (int line = 0; line < lines; line++) {
-        gradient_line(t[line], v, M, n);
+        gradient_line(t[line], v, m, n);
         UNROLL for (int c = 0; c < n; c++) store(out + (line * n + c) * point, v[c]);
     }
 }
@@ -101,21 +103,21 @@ INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t poin
 /* With -DBF16: the same for two images, which are the halves of the words of dy. Write the words of
  * D; if words hold single numbers, the second image is `next` floats further. */
 INLINE void gradient_words(const float *dy, int64_t row, int64_t pixel, float *out, int64_t next,
-                           int64_t point, const int n, const int group) {
+                           int64_t point, const int m, const int n, const int group) {
     const int lines = IN_GROUP(n, group);
-    vec t[2][2][M], d[2][M], v[2][MOST_POINTS];
-    UNROLL for (int c = 0; c < M; c++) {
-        UNROLL for (int r = 0; r < M; r++) {
+    vec t[2][2][MOST_OUTPUTS], d[2][MOST_OUTPUTS], v[2][MOST_POINTS];
+    UNROLL for (int c = 0; c < m; c++) {
+        UNROLL for (int r = 0; r < m; r++) {
             words both = (words)load(dy + r * row + c * pixel);
             d[0][r] = (vec)(both << 16), d[1][r] = (vec)(both & 0xffff0000);
         }
         UNROLL for (int image = 0; image < 2; image++) {
-            gradient_group(d[image], v[image], M, n, group);
+            gradient_group(d[image], v[image], m, n, group);
             UNROLL for (int line = 0; line < lines; line++) t[image][line][c] = v[image][line];
         }
     }
     UNROLL for (int line = 0; line < lines; line++) {
-        UNROLL for (int image = 0; image < 2; image++) gradient_line(t[image][line], v[image], M, n);
+        UNROLL for (int image = 0; image < 2; image++) gradient_line(t[image][line], v[image], m, n);
         UNROLL for (int c = 0; c < n; c++) {
             float *to = out + (line * n + c) * point;
             if (PER_WORD == 2) store(to, paired(v[0][c], v[1][c]));
@@ -127,27 +129,28 @@ INLINE void gradient_words(const float *dy, int64_t row, int64_t pixel, float *o
 /* Return where dy has a tile of an output. */
 static const value *tile_of(const struct plan *p, struct pixels dy, int64_t output,
                             int64_t tile) {
-    return (const value *)dy.at + output * dy.channel + tile / p->across * M * dy.row +
-           tile % p->across * M * LANES;
+    return (const value *)dy.at + output * dy.channel + tile / p->across * p->m * dy.row +
+           tile % p->across * p->m * LANES;
 }
 
 /* Transpose dy of a band to vectors of outputs: T[16 outputs][tile][image][pixel of the
  * tile][output], or, with -DBF16, T[16 outputs][tile][pixel of the tile][pair of images][output]. */
 static void transpose_band(const struct team *team, const struct plan *p, struct pixels dy,
                            int64_t first, int64_t tiles) {
-    EACH_TILE(team, item, p->K / LANES * M) {
-        const int64_t o = item / M * LANES, r = item % M;
+    const int m = p->m;
+    EACH_TILE(team, item, p->K / LANES * m) {
+        const int64_t o = item / m * LANES, r = item % m;
         for (int64_t t = first; t < first + tiles; t++) {
             const float *from = (const float *)(tile_of(p, dy, o, t) + r * dy.row);
-            float *to = p->T + (item / M * tiles + t - first) * M * M * PER_PIXEL * LANES;
+            float *to = p->T + (item / m * tiles + t - first) * m * m * PER_PIXEL * LANES;
             if (NARROW) {
-                for (int c = 0; c < M; c += 2) /* 16 words hold two pixels */
+                for (int c = 0; c < m; c += 2) /* 16 words hold two pixels */
                     transpose_16(from + c * PER_PIXEL, dy.channel / 2,
-                                 to + (r * M + c) * PER_PIXEL * LANES, LANES);
+                                 to + (r * m + c) * PER_PIXEL * LANES, LANES);
             } else {
-                for (int c = 0; c < M; c++)
-                    transpose_16(from + c * LANES, dy.channel, to + (r * M + c) * LANES,
-                                 M * M * LANES);
+                for (int c = 0; c < m; c++)
+                    transpose_16(from + c * LANES, dy.channel, to + (r * m + c) * LANES,
+                                 m * m * LANES);
             }
         }
     }
@@ -158,7 +161,7 @@ static void transpose_band(const struct team *team, const struct plan *p, struct
 INLINE void transform_band(const struct team *team, const struct plan *p, struct pixels x,
                            struct pixels dy, int64_t first, int64_t tiles, const int r,
                            const int group) {
-    const int n = M + r - 1;
+    const int m = M_OF(r), n = m + r - 1;
     const int64_t across = p->across;
     int64_t place[MOST * PARTS];
     for (int64_t t = 0; t < tiles; t++) place[t * PARTS] = t * LANES;
@@ -166,28 +169,28 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
         const int64_t input = input_offset(&x, place_of_phase(p->shape, i));
         for (int64_t t = first, next; t < first + tiles; t = next) {
             next = least(t / across * across + across, first + tiles);
-            const int64_t from = input + t / across * M * x.row + t % across * M * LANES;
+            const int64_t from = input + t / across * m * x.row + t % across * m * LANES;
             const int64_t to = i * p->channel * V_PER_FLOAT + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
                 input_row(x.at, from + part, x.row, next - t, p->V, to + part,
-                          p->v_point * V_PER_FLOAT, place, M, M, r, group, NARROW);
+                          p->v_point * V_PER_FLOAT, place, m, m, r, group, NARROW);
         }
     }
     if (p->transposed) {
         EACH_TILE(team, item, p->K / LANES * tiles) {
             const int64_t o = item / tiles * LANES, t = item % tiles;
-            const float *from = p->T + item * M * M * PER_PIXEL * LANES;
+            const float *from = p->T + item * m * m * PER_PIXEL * LANES;
             const int64_t panel = p->products.panel, pixel = PER_PIXEL * LANES;
             float *to = p->D + place_of(&p->products, o, t * TERMS_PER_PIXEL);
             for (int part = 0; part < LANES; part += WIDTH)
                 for (int i = 0; i < PER_PIXEL; i++) {
                     if (NARROW)
-                        gradient_words(from + i * LANES + part, M * pixel, pixel,
+                        gradient_words(from + i * LANES + part, m * pixel, pixel,
                                        to + TERMS_PER_PIXEL / PER_PIXEL * i * panel + part, panel,
-                                       p->d_point, n, group);
+                                       p->d_point, m, n, group);
                     else
-                        gradient_tile(from + i * M * M * LANES + part, M * LANES,
-                                      to + i * panel + part, p->d_point, n, group);
+                        gradient_tile(from + i * m * m * LANES + part, m * LANES,
+                                      to + i * panel + part, p->d_point, m, n, group);
                 }
         }
         return;
@@ -197,7 +200,7 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
             const float *from = (const float *)tile_of(p, dy, o, t);
             float *to = p->D + o * p->channel + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
-                gradient_tile(from + part, dy.row, to + part, p->d_point, n, group);
+                gradient_tile(from + part, dy.row, to + part, p->d_point, m, n, group);
         }
     }
 }
@@ -276,17 +279,17 @@ static void point_lanes(const struct plan *p, struct range inputs, const float *
 
 /* Compute G^T S G for 16 pairs of an input and an output: taps[i * r + j][pair]. */
 INLINE void filters(const float *S, int64_t point, float (*taps)[16], const int r) {
-    const int n = M + r - 1;
+    const int m = M_OF(r), n = m + r - 1;
     UNROLL for (int part = 0; part < 16; part += WIDTH) {
         const float *from = S + part;
         vec t[MOST_TAPS][MOST_POINTS], v[MOST_POINTS], out[MOST_TAPS];
         UNROLL for (int i = 0; i < n; i++, from += n * point) {
             UNROLL for (int c = 0; c < n; c++) v[c] = load(from + c * point);
-            filter_sums(v, out, M, r);
+            filter_sums(v, out, m, r);
             UNROLL for (int s = 0; s < r; s++) t[s][i] = out[s];
         }
         UNROLL for (int s = 0; s < r; s++) {
-            filter_sums(t[s], out, M, r);
+            filter_sums(t[s], out, m, r);
             UNROLL for (int i = 0; i < r; i++) store(&taps[r * i + s][part], out[i]);
         }
     }
@@ -329,7 +332,7 @@ INLINE void finish_lanes(const struct plan *p, int64_t tile, float *dweight, con
 INLINE void dweight_group(const struct team *team, const struct plan *p, struct pixels x,
                           struct pixels dy, int64_t first, int64_t tiles, const int r,
                           const int group) {
-    const int n = M + r - 1;
+    const int n = M_OF(r) + r - 1;
     transform_band(team, p, x, dy, first, tiles, r, group);
     meet(team);
     tick();
@@ -358,8 +361,8 @@ INLINE void dweight_of(const struct team *team, const struct plan *p, struct pix
         dweight_group(team, p, x, dy, first, tiles, r, 0);
         dweight_group(team, p, x, dy, first, tiles, r, 1);
         dweight_group(team, p, x, dy, first, tiles, r, 2);
-        if (GROUPS(M + r - 1) > 3) dweight_group(team, p, x, dy, first, tiles, r, 3);
-        if (GROUPS(M + r - 1) > 4) dweight_group(team, p, x, dy, first, tiles, r, 4);
+        if (GROUPS(M_OF(r) + r - 1) > 3) dweight_group(team, p, x, dy, first, tiles, r, 3);
+        if (GROUPS(M_OF(r) + r - 1) > 4) dweight_group(team, p, x, dy, first, tiles, r, 4);
     }
     if (p->transposed)
         EACH_TILE(team, tile, p->K / LANES) finish_transposed(p, tile, dweight, r);
@@ -393,10 +396,10 @@ static void example_dweight(const struct team *team, void *job, int64_t block) {
 
 void mpidl_winograd_dweight(const float *x, const float *dy, float *dweight,
                             const int64_t *shape) {
-    const int r = (int)shape[6];
-    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], M, M, r, 0, 1, r, 0, 0},
+    const int m = (int)shape[4], r = (int)shape[6];
+    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], m, m, r, 0, 1, r, 0, 0},
                         .dweight = dweight};
-    const int64_t rows = winograd_extent(shape[2], M, r), row = winograd_extent(shape[3], M, r);
+    const int64_t rows = winograd_extent(shape[2], m, r), row = winograd_extent(shape[3], m, r);
     const int64_t dy_rows = rows - (r - 1), dy_row = row - (r - 1);
     e.x = (struct pixels){(float *)x, rows * row * LANES, row * LANES, 0, 0};
     e.dy = (struct pixels){(float *)dy, dy_rows * dy_row * LANES, dy_row * LANES, 0, 0};
