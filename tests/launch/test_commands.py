@@ -224,7 +224,7 @@ def test_info(ranks):
 def test_info_says_how_a_build_computes_in_bf16(build, text):
     if build != "numpy" and build not in builds.built():
         pytest.skip(f"no build {build}")
-    lines = pool.run(1, "-m", "mpidl.info", env={"MPIDL_CPU": build}, check=0).stdout.splitlines()
+    lines = mpirun(1, "-m", "mpidl.info", env={"MPIDL_CPU": build}, check=0).stdout.splitlines()
     facts = {line[:13].strip(): line[14:] for line in lines}
     assert facts["bf16"].startswith(text)
     for name in builds.built():
