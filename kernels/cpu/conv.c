@@ -4,7 +4,7 @@
  * activation and computes the sums that the preceding batch normalization needs. */
 #include "conv.h"
 
-#include "fold.h"
+#include "depthwise.h"
 #include "mpidl.h"
 #include "pointwise.h"
 #include "products.h"
@@ -355,14 +355,14 @@ static void forward_block(const struct team *team, void *job, int64_t block) {
 }
 
 void mpidl_conv2d(const value *x, const float *mean, const float *scale, const float *beta,
-                  const float *weight, const float *bias, value *y, double *moments,
-                  const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
-                  int64_t tile, const value *addend, int64_t relu) {
+                  float low, float high, const float *weight, const float *bias, value *y,
+                  double *moments, const int32_t *counts, int64_t blocks, const int64_t *shape,
+                  const int64_t *tree, int64_t tile, const value *addend, int64_t relu) {
     struct conv c = *(const struct conv *)shape;
     int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, extra = 0;
     const struct winograd winograd = winograd_forward(&c, tile);
     struct pass pass = {.c = c,
-                        .x = {x, mean, scale, beta},
+                        .x = {x, mean, scale, beta, low, high},
                         .weight = weight,
                         .bias = bias,
                         .finish = {addend, (int)relu},
@@ -376,8 +376,10 @@ void mpidl_conv2d(const value *x, const float *mean, const float *scale, const f
                         .taps = inputs * c.R * c.S};
     if (blocks == 0) return;
     /* floats without an activation are read in place */
-    if (is_pointwise(&c) && (NARROW || mean || c.stride_h > 1 || c.stride_w > 1)) {
-        const struct pointwise job = {.c = c,
+    const int is_in_place = !NARROW && !mean && c.stride_h == 1 && c.stride_w == 1;
+    const int by_pixel = is_pointwise(&c) && !is_in_place, by_channel = is_depthwise(&c) && !tile;
+    if (by_pixel || by_channel) {
+        const struct arguments job = {.c = c,
                                       .x = pass.x,
                                       .weight = weight,
                                       .bias = bias,
@@ -385,7 +387,7 @@ void mpidl_conv2d(const value *x, const float *mean, const float *scale, const f
                                       .finish = pass.finish,
                                       .rows = moments,
                                       .counts = counts};
-        pointwise_forward(&job, blocks);
+        (by_pixel ? pointwise_forward : depthwise_forward)(&job, blocks);
         if (moments) fold_moments(moments, c.K, (const struct tree *)tree);
         return;
     }
@@ -662,19 +664,19 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
 }
 
 void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
-                           const float *y_scale, const float *y_beta, const float *a,
-                           const float *b, const float *c_, const value *x, const float *mean,
-                           const float *scale, const float *beta, const float *weight,
-                           const float *bias, value *dy_out, value *dx, double *sums,
-                           float *dweight, int64_t nodes, const int32_t *counts, int64_t blocks,
-                           const int64_t *shape, const int64_t *tree, int64_t tile,
-                           int64_t dweight_tile) {
+                           const float *y_scale, const float *y_beta, float y_low, float y_high,
+                           const float *a, const float *b, const float *c_, const value *x,
+                           const float *mean, const float *scale, const float *beta, float low,
+                           float high, const float *weight, const float *bias, value *dy_out,
+                           value *dx, double *sums, float *dweight, int64_t nodes,
+                           const int32_t *counts, int64_t blocks, const int64_t *shape,
+                           const int64_t *tree, int64_t tile, int64_t dweight_tile) {
     struct leaves leaves;
     struct conv c = *(const struct conv *)shape;
     int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, own = 0, extra = 0, spread = 0;
     struct pass pass = {.c = c,
-                        .x = {x, mean, scale, beta},
-                        .dy = {dy, {y, y_mean, y_scale, y_beta}, a, b, c_},
+                        .x = {x, mean, scale, beta, low, high},
+                        .dy = {dy, {y, y_mean, y_scale, y_beta, y_low, y_high}, a, b, c_},
                         .weight = weight,
                         .bias = bias,
                         .dx = dx,
@@ -688,8 +690,9 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
                         .taps = inputs * c.R * c.S,
                         .leaves = dweight ? &leaves : NULL};
     if (blocks == 0) return;
-    if (is_pointwise_backward(&c)) {
-        const struct pointwise job = {.c = c,
+    const int by_pixel = is_pointwise_backward(&c);
+    if (by_pixel || (is_depthwise(&c) && !tile && !dweight_tile)) {
+        const struct arguments job = {.c = c,
                                       .x = pass.x,
                                       .dy = pass.dy,
                                       .weight = weight,
@@ -700,7 +703,7 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
                                       .dweight = dweight,
                                       .nodes = nodes,
                                       .tree = (const struct tree *)tree};
-        pointwise_backward(&job, blocks);
+        (by_pixel ? pointwise_backward : depthwise_backward)(&job, blocks);
         if (sums) fold_sums(sums, 2 * c.C, (const struct tree *)tree);
         return;
     }

@@ -136,13 +136,10 @@ INLINE float word_of(float even, float odd) {
 #define is_pointwise_backward is_pointwise_backward_bf16
 #define pointwise_forward pointwise_forward_bf16
 #define pointwise_backward pointwise_backward_bf16
-#define winograd_weights_floats winograd_weights_floats_bf16
-#define winograd_weights_tiles winograd_weights_tiles_bf16
-#define winograd_weights winograd_weights_bf16
-#define winograd_conv_floats winograd_conv_floats_bf16
 #define winograd_conv winograd_conv_bf16
-#define winograd_dweight_floats winograd_dweight_floats_bf16
-#define winograd_dweight winograd_dweight_bf16
+#define is_depthwise is_depthwise_bf16
+#define depthwise_forward depthwise_forward_bf16
+#define depthwise_backward depthwise_backward_bf16
 #endif
 
 #endif

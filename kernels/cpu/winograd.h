@@ -32,6 +32,15 @@
 #include "products.h"
 #include "team.h"
 
+#ifdef BF16 /* functions that are compiled twice, see value.h */
+#define winograd_weights_floats winograd_weights_floats_bf16
+#define winograd_weights_tiles winograd_weights_tiles_bf16
+#define winograd_weights winograd_weights_bf16
+#define winograd_conv_floats winograd_conv_floats_bf16
+#define winograd_dweight_floats winograd_dweight_floats_bf16
+#define winograd_dweight winograd_dweight_bf16
+#endif
+
 /* A convolution of one block, or of one group of its channels. Tiles cover each phase of the
  * output, starting at its first pixel. Tiles at the right and the bottom may extend beyond the
  * output. In these parts of tiles, x must be zero, and so must dy for dweight. A phase of x has at
