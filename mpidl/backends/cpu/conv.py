@@ -169,7 +169,9 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy, narr
     enough = enough and (step == 1 or c * r * r >= MANY_TERMS)
     outputs = MANY_5X5 if side == 5 else FEW
     forward = [tile for terms, tile in ACCURATE[side] if c * r * r >= terms and k >= outputs]
-    if fast or narrow:
+    if narrow:
+        forward = [44] if min(c * step**2, k) >= (FEW if side == 3 else SAVING) else []
+    elif fast:
         forward = [44] if side == 3 or enough else []
     large = 22 if narrow and side == 5 else 44
     if step == 1:

@@ -387,7 +387,7 @@ def emulated_dweight(x, w, dy, swap=False):
 
 # Bounds of the error relative to an emulation that rounds the same numbers (dx is rounded once
 # more), and the least error relative to direct sums, which do not round transformed numbers.
-DX_ERROR, DWEIGHT_ERROR, ROUNDING = 1.9e-3, 5e-4, 7e-3
+DX_ERROR, DWEIGHT_ERROR, ROUNDING = 1.9e-3, 5e-5, 7e-3
 
 
 @needs_kernels
@@ -413,9 +413,12 @@ def test_gradients_in_bf16_round_the_transformed_numbers(shape):
 @NARROW_SHAPE
 def test_the_order_of_pairs_decides_the_bytes_of_gradients_in_bf16(shape):
     x, w, dy = stored_example(shape)
-    outputs = len(dy) // 2 * 2
+    outputs = len(dy) // 2 * 2  # in pairs
     order = np.r_[np.arange(outputs).reshape(-1, 2)[:, ::-1].ravel(), outputs : len(dy)]
     images = np.arange(LANES).reshape(-1, 2)[:, ::-1].ravel()
+    # large numbers that cancel leave rounding errors that the rounding of dx does not hide
+    dy[1] *= 2**12
+    dy[outputs - 1], w[outputs - 1] = -dy[1], w[1]
     dx, dweight = gradients(x, w, dy)
     swapped_dx, _ = gradients(x, w[order], dy[order])
     _, swapped_dweight = gradients(x[..., images], w, dy[..., images])
