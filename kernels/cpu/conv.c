@@ -196,6 +196,10 @@ static void find_taps(struct pass *pass) {
             for (int64_t s = 0; s < c->S; s++) *offset++ = offset_of(pass, ci, r, s);
 }
 
+#ifndef ODD_FIRST
+#define ODD_FIRST 1 /* a test compiles the wrong order */
+#endif
+
 /* The taps of a direct sum, in the order in which they are added: for a pair of channels, first all
  * taps of the filter. */
 struct taps {
@@ -216,7 +220,8 @@ static void add_tap(struct taps *taps, int64_t channel, int64_t channels, int64_
         return;
     }
     const int64_t last = taps->form == ROUNDED ? second : 0;
-    for (int64_t i = last; i >= 0; i--) {
+    for (int64_t n = 0; n <= last; n++) {
+        const int64_t i = ODD_FIRST ? last - n : n;
         taps->index[taps->count] = (int32_t)((channel + i) * per_channel + index);
         taps->offset[taps->count++] = (int32_t)((channel + i) * of_channel + offset);
     }
