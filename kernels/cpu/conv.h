@@ -126,6 +126,7 @@ struct direct {
     int64_t rows, columns;   /* size of the output */
     const float *in;         /* the input for output pixel (0, 0) */
     int64_t in_row;          /* floats between the inputs for adjacent output rows */
+    int64_t next;            /* if not 0, the outputs of the next call are this far from `out` */
 };
 
 /* Compute the rows that EACH_TILE assigns to this member. */

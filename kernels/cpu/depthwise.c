@@ -406,7 +406,8 @@ static void backward_channel(const struct pass *pass, int64_t block, int64_t k, 
         const int64_t next = stop < c->P ? most(least(stop * c->stride_h - c->top, c->H), 0) : c->H;
         const int64_t lowest = done + c->top - (c->R - 1);
         int64_t first = p;
-        if (dx) first = least(p, lowest > 0 ? parts_of(lowest, c->stride_h) : lowest / c->stride_h);
+        if (dx && done < c->H)
+            first = least(p, lowest > 0 ? parts_of(lowest, c->stride_h) : lowest / c->stride_h);
         bring_dy(pass, &dy, block, k, first + pass->before,
                  stop < c->P ? stop + pass->before : pass->dy_height);
         if (leaf) {

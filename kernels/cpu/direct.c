@@ -9,10 +9,14 @@
 #define PIXELS 3
 #endif
 
-/* Compute X pixels of a row for K outputs. */
+/* Compute X pixels of a row for K outputs. Prefetch the outputs at distance `next`, unless it is 0:
+ * the processor doesn't see that they will be written. */
 INLINE void tile(const float *in, const int32_t *offset, int64_t taps, const float *w,
                  const float *bias, struct finish finish, value *out, int64_t out_channel,
-                 int64_t out_pixel, const int X, const int K, const int pairs) {
+                 int64_t out_pixel, int64_t next, const int X, const int K, const int pairs) {
+    if (next)
+        UNROLL for (int k = 0; k < K; k++) UNROLL for (int i = 0; i < X; i++)
+            __builtin_prefetch(out + next + k * out_channel + i * out_pixel, 1);
     for (int part = 0; part < LANES; part += WIDTH) {
         vec sum[OUTPUTS][PIXELS];
         UNROLL for (int k = 0; k < K; k++) UNROLL for (int i = 0; i < X; i++) sum[k][i] =
@@ -41,12 +45,12 @@ INLINE void tile(const float *in, const int32_t *offset, int64_t taps, const flo
 }
 
 typedef void tile_kernel(const float *, const int32_t *, int64_t, const float *, const float *,
-                         struct finish, value *, int64_t, int64_t);
+                         struct finish, value *, int64_t, int64_t, int64_t);
 #define TILE_OF(name, X, K, pairs)                                                                 \
     static void name##X##x##K(const float *in, const int32_t *offset, int64_t taps,                \
                               const float *w, const float *bias, struct finish finish, value *out, \
-                              int64_t channel, int64_t pixel) {                                    \
-        tile(in, offset, taps, w, bias, finish, out, channel, pixel, X, K, pairs);                 \
+                              int64_t channel, int64_t pixel, int64_t next) {                      \
+        tile(in, offset, taps, w, bias, finish, out, channel, pixel, next, X, K, pairs);           \
     }
 #define TILE(X, K) TILE_OF(tile_, X, K, 0)
 #define PAIRS_TILE(X, K) TILE_OF(pairs_, X, K, 1)
@@ -89,7 +93,7 @@ void direct_rows(const struct team *team, const struct direct *d) {
                 tile_kernel *kernel = (d->pairs ? pairs_tiles : tiles)[width - 1][high - 1];
                 kernel(in, d->offset, d->taps, d->weight + k * d->taps,
                        d->bias ? d->bias + k : NULL, finish, d->out + at, d->out_channel,
-                       d->out_pixel);
+                       d->out_pixel, d->next);
             }
         }
         tick();

@@ -124,7 +124,8 @@ static void multiply_band(const struct pass *pass, int64_t quad, int64_t outputs
                            .out_pixel = pixel,
                            .rows = 1,
                            .columns = run.count,
-                           .in = copy};
+                           .in = copy,
+                           .next = k + OUTPUTS < outputs ? OUTPUTS * channel : 0};
         if (finish.addend) d.finish.addend += at;
         direct_rows(&alone, &d);
         first += run.count, count -= run.count, copy += run.count * LANES;

@@ -88,7 +88,7 @@ LARGE_CONVOLUTIONS = {
     "depthwise 3x3 by 2": ((3, 20, 21), (3, 3, 3), (2, 2), PADDING_1, UNIT, 3),
     "depthwise 5x5": ((4, 9, 10), (4, 5, 5), UNIT, ((2, 2), (1, 4)), UNIT, 4),
     "depthwise 5x5 by 2": ((3, 12, 15), (3, 5, 5), (2, 2), ((3, 0), (2, 1)), UNIT, 3),
-    "depthwise of several bands": ((2, 25, 70), (2, 3, 3), UNIT, ((0, 3), (2, 0)), UNIT, 2),
+    "depthwise of several bands": ((2, 25, 70), (2, 3, 3), UNIT, ((0, 14), (2, 0)), UNIT, 2),
     "depthwise by 3 and 2": ((2, 11, 9), (2, 3, 3), (3, 2), ((3, 4), (4, 5)), UNIT, 2),
     "spread depthwise": ((3, 9, 8), (3, 3, 3), UNIT, ((2, 2), (2, 2)), (2, 2), 3),
 }
