@@ -134,8 +134,8 @@ static int64_t panel_start(int64_t vectors, int64_t count, int64_t panel) {
     return vectors * panel / count;
 }
 
-/* The points of a tile are of four kinds: those at infinity of neither rows nor columns, of rows, of
- * columns, and of both. Only the last output depends on the point infinity. Therefore a tile that
+/* The points of a tile are of four kinds: those at infinity of neither rows nor columns, of rows,
+ * of columns, and of both. Only the last output depends on the point infinity. Therefore a tile that
  * extends beyond the output needs no products there. */
 enum { OF_ROWS = 1, OF_COLUMNS = 2, KINDS = 4 };
 
@@ -160,8 +160,8 @@ static void find_tiles(const struct winograd *shape, const struct bands *bands, 
     }
 }
 
-/* The offset in V of vector v (tile * PARTS + part) is base[v] + c * step[v] for channel c. The step
- * is 0 and the base is negative if the tile has no products. */
+/* The offset in V of vector v (tile * PARTS + part) is base[v] + c * step[v] for channel c. The
+ * step is 0 and the base is negative if the tile has no products. */
 struct places {
     int64_t base[MOST * PARTS], step[MOST * PARTS];
 };
@@ -337,12 +337,11 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
             for (int part = 0; part < PARTS; part++) {
                 const int64_t at = (t - first) * PARTS + part;
 #define GROUP(group)                                                                               \
-    if (group < GROUPS(n_h) - 1)                                                                   \
-        input_row(from + part * WIDTH, x.row, next - t, V + FIRST(n_h, group) * n_w * v_point,     \
-                  v_point, place[0] + at, place[OF_COLUMNS] + at, m_h, m_w, r, group);             \
-    else if (group == GROUPS(n_h) - 1 && place[OF_ROWS][at] >= 0)                                  \
-        input_row(from + part * WIDTH, x.row, next - t, V + FIRST(n_h, group) * n_w * v_point,     \
-                  v_point, place[OF_ROWS] + at, place[OF_ROWS | OF_COLUMNS] + at, m_h, m_w, r, group)
+    if (group < GROUPS(n_h) && place[group == GROUPS(n_h) - 1 ? OF_ROWS : 0][at] >= 0)             \
+    input_row(from + part * WIDTH, x.row, next - t, V + FIRST(n_h, group) * n_w * v_point, v_point, \
+              place[group == GROUPS(n_h) - 1 ? OF_ROWS : 0] + at,                                  \
+              place[group == GROUPS(n_h) - 1 ? OF_ROWS | OF_COLUMNS : OF_COLUMNS] + at, m_h, m_w,  \
+              r, group)
                 GROUP(0);
                 GROUP(1);
                 GROUP(2);
