@@ -55,7 +55,7 @@ def compile_kernels(folder):
     """Compile all builds into a folder, and print which builds failed, and why."""
     try:
         compiler = kernels["find_compiler"]()
-        failed = kernels["compile_builds"](kernels["builds"](), folder, compiler)
+        failed = kernels["compile_builds"](kernels["builds"](compiler), folder, compiler)
         missing = "; ".join(f"{build}: {text}" for build, text in failed.items())
     except (kernels["Failed"], OSError) as error:
         missing = str(error)

@@ -39,8 +39,9 @@ FLAGS = (
 # Features are listed one by one because older compilers do not know -march=x86-64-v3.
 AVX2 = "-mavx2 -mfma -mbmi -mbmi2".split()
 AVX512 = "-mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mprefer-vector-width=512".split()
+NATIVE = "x86-64-v4-bf16"
 BUILDS = {
-    "x86-64-v4-bf16": [*AVX2, *AVX512, "-mavx512bf16"],
+    NATIVE: [*AVX2, *AVX512, "-mavx512bf16"],
     "x86-64-v4": [*AVX2, *AVX512],
     "x86-64-v3": AVX2,
     "generic": [],
@@ -56,9 +57,18 @@ class Failed(Exception):
     output = ""
 
 
-def builds():
-    """Return the builds for this machine's architecture, best first."""
-    return list(BUILDS) if platform.machine() in ("x86_64", "AMD64") else ["generic"]
+def builds(compiler=None):
+    """Return the builds for this machine's architecture, best first.
+
+    Leave out the build with bfloat16 instructions if a compiler is given that does not know them;
+    the other builds compute the same bytes.
+    """
+    names = list(BUILDS) if platform.machine() in ("x86_64", "AMD64") else ["generic"]
+    if compiler is not None and NATIVE in names:
+        command = [*compiler, *BUILDS[NATIVE], "-E", "-x", "c", os.devnull]
+        if subprocess.run(command, capture_output=True).returncode:
+            names.remove(NATIVE)
+    return names
 
 
 def find_compiler(command=None):
@@ -327,13 +337,10 @@ def main():
     add("--sanitize", action="store_true", help="use ASan and UBSan; write to kernels/lib/sanitize")
     add("--if-needed", action="store_true", help="compile outdated builds, if there is a compiler")
     options = parser.parse_args()
-    names = options.builds or builds()
-    for name in names:
+    for name in options.builds:
         if name not in BUILDS:
             parser.error(f"expected one of {', '.join(BUILDS)}, found {name}")
     folder = options.out or (os.path.join(LIB, "sanitize") if options.sanitize else LIB)
-    if options.if_needed:
-        names = [name for name in names if not is_current(name, folder)]
     extra = [*(SANITIZE if options.sanitize else []), *shlex.split(options.flags)]
     try:
         compiler = find_compiler(options.cc)
@@ -341,6 +348,9 @@ def main():
         # without a compiler, mpidl uses NumPy and the commands print a notice
         return 0 if options.if_needed else f"kernels/build.py: {error}"
     try:
+        names = options.builds or builds(compiler)
+        if options.if_needed:
+            names = [name for name in names if not is_current(name, folder)]
         failures = compile_builds(names, folder, compiler, extra, True) if names else {}
     except (Failed, OSError) as error:
         return f"kernels/build.py: {error}"

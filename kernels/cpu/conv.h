@@ -96,7 +96,7 @@ void block_norm_sums(const struct team *team, const struct conv *c, const value 
 enum { OUTPUTS = 4 };
 
 /* The arguments of a sum of shifted images: out[k] = bias[k] + sum over t of weight[t][k] * image
- * at offset[t]. `finish` is applied to the sum. */
+ * at offset[t]; with -DBF16, the bias is added last. `finish` is applied to the sum. */
 struct direct {
     int pairs;               /* whether the items are pairs: a tap then has two products */
     int64_t taps;            /* channels of items of the group times taps of the filter */

@@ -16,7 +16,7 @@ INLINE void tile(const float *in, const int32_t *offset, int64_t taps, const flo
     for (int part = 0; part < LANES; part += WIDTH) {
         vec sum[OUTPUTS][PIXELS];
         UNROLL for (int k = 0; k < K; k++) UNROLL for (int i = 0; i < X; i++) sum[k][i] =
-            splat(bias ? bias[k] : 0);
+            splat(bias && !NARROW ? bias[k] : 0);
         const float *weight = w;
         for (int64_t t = 0; t < taps; t++, weight += K) {
             const float *pixel = in + offset[t] + part;
@@ -28,6 +28,9 @@ INLINE void tile(const float *in, const int32_t *offset, int64_t taps, const flo
                     pairs ? add_words(f, x[i], sum[k][i]) : muladd(f, x[i], sum[k][i]);
             }
         }
+        if (bias && NARROW) /* see value.h: only sums of products may be rounded by add_words */
+            UNROLL for (int k = 0; k < K; k++) UNROLL for (int i = 0; i < X; i++) sum[k][i] +=
+                splat(bias[k]);
         if (finish.addend)
             UNROLL for (int k = 0; k < K; k++) UNROLL for (int i = 0; i < X; i++) sum[k][i] +=
                 load(finish.addend + k * out_channel + i * out_pixel + part);

@@ -34,6 +34,10 @@ static void *clear_border(const struct padded *p, int64_t channel, struct pictur
     return data;
 }
 
+/* Prefetch the same pixel of the next channel: bands are too short for the processor to see where
+ * the next one begins. */
+INLINE void fetch(const value *pixel) { __builtin_prefetch(pixel); }
+
 /* Write the items of a pixel. */
 INLINE void put(const enum form form, void *to, vec even, vec odd) {
     if (form == HALVES) store((uint16_t *)to, even);
@@ -62,10 +66,12 @@ INLINE void put_stored(const enum form form, void *to, const value *even, const 
 /* Copy `count` pixels of one channel or, if the items are pairs, of two. If an odd channel is
  * missing, `odd_step` is 0. */
 INLINE void copy_form(const enum form form, char *to, const value *even, const value *odd,
-                      int64_t step, int64_t odd_step, int64_t count, const struct norm *norms,
-                      const int is_activated) {
+                      int64_t step, int64_t odd_step, int64_t ahead, int64_t count,
+                      const struct norm *norms, const int is_activated) {
     const int64_t size = (int64_t)size_of(form);
-    for (int64_t i = 0; i < count; i++, even += step, odd += odd_step, to += LANES * size)
+    for (int64_t i = 0; i < count; i++, even += step, odd += odd_step, to += LANES * size) {
+        fetch(even + ahead);
+        if (form == PAIRS) fetch(odd + ahead);
         for (int part = 0; part < LANES; part += WIDTH) {
             if (is_activated)
                 put(form, to + part * size, activate(load(even + part), norms[0]),
@@ -73,26 +79,27 @@ INLINE void copy_form(const enum form form, char *to, const value *even, const v
             else
                 put_stored(form, to + part * size, even + part, odd + part);
         }
+    }
 }
 
 void copy_pixels(enum form form, void *to, int64_t item_channel, const struct source *source,
                  const value *x, int64_t group, int64_t stride, int64_t step, int64_t count) {
     static const value nothing[LANES];
-    int64_t channel = item_channel, odd_step = step;
+    int64_t channel = item_channel, odd_step = step, ahead = stride;
     const value *odd = x;
     struct norm norms[2] = {{zero(), zero(), zero()}, {zero(), zero(), zero()}};
     if (form == PAIRS) {
         const int64_t pairs = parts_of(group, 2), second = item_channel % pairs * 2 + 1;
         channel = item_channel / pairs * group + second - 1;
-        odd = x + (channel + 1) * stride;
+        odd = x + (channel + 1) * stride, ahead = 2 * stride;
         if (second == group) odd = nothing, odd_step = 0;
         else norms[1] = norm_of(source, channel + 1);
     }
     norms[0] = norm_of(source, channel);
     x += channel * stride;
 #define COPY(form)                                                                                 \
-    if (source->mean) copy_form(form, to, x, odd, step, odd_step, count, norms, 1);                \
-    else copy_form(form, to, x, odd, step, odd_step, count, norms, 0);                             \
+    if (source->mean) copy_form(form, to, x, odd, step, odd_step, ahead, count, norms, 1);         \
+    else copy_form(form, to, x, odd, step, odd_step, ahead, count, norms, 0);                      \
     break
     switch (form) {
     case FLOATS: COPY(FLOATS);
@@ -123,19 +130,21 @@ void fill_source(const struct padded *p, int64_t item_channel, const struct sour
 /* Compute the gradient of a row of y, see struct gradient. */
 INLINE void fill_row(const enum form form, char *to, const value *dy, const value *y,
                      const struct gradient *g, int64_t channel, int valid, int64_t pixels,
-                     const int has_relu) {
+                     int64_t ahead, const int has_relu) {
     const int64_t size = (int64_t)size_of(form);
     const struct norm n = norm_of(&g->y, channel);
     const vec a = splat(g->a[channel]), b = splat(g->b[channel]), c = splat(g->c[channel]);
     ivec used[PARTS];
     for (int part = 0; part < PARTS; part++) used[part] = lanes_below(valid, part * WIDTH);
-    for (int64_t i = 0; i < pixels; i++, dy += LANES, y += LANES, to += LANES * size)
+    for (int64_t i = 0; i < pixels; i++, dy += LANES, y += LANES, to += LANES * size) {
+        fetch(dy + ahead), fetch(y + ahead);
         for (int part = 0; part < PARTS; part++) {
             vec v = load(y + part * WIDTH), d = load(dy + part * WIDTH);
             vec dz = has_relu ? relu_back(d, normalize(v, n)) : d;
             put(form, to + part * WIDTH * size,
                 keep(used[part], normalize_back(dz, v, n.mean, a, b, c)), zero());
         }
+    }
 }
 
 void fill_gradient(const struct padded *p, int64_t channel, const struct gradient *g,
@@ -150,8 +159,8 @@ void fill_gradient(const struct padded *p, int64_t channel, const struct gradien
     for (int64_t r = 0; r < size.height; r++, dy += size.width * LANES, y += size.width * LANES) {
         char *row = item(p->form, data, (size.top + r) * p->row_stride + size.left * LANES);
 #define ROW(form)                                                                                  \
-    if (g->y.scale) fill_row(form, row, dy, y, g, channel, valid, size.width, 1);                  \
-    else fill_row(form, row, dy, y, g, channel, valid, size.width, 0)
+    if (g->y.scale) fill_row(form, row, dy, y, g, channel, valid, size.width, size.stride, 1);                \
+    else fill_row(form, row, dy, y, g, channel, valid, size.width, size.stride, 0)
         if (p->form == FLOATS) ROW(FLOATS);
         else if (p->form == ROUNDED) ROW(ROUNDED);
         else ROW(HALVES);

@@ -6,7 +6,7 @@
  * Rounding to bfloat16 is to nearest, ties to even. Numbers of magnitude below 2^-56 become zero.
  * Then the product of two of them is a multiple of 2^-126, and so is every sum of such products. So
  * no sum is subnormal, and the results do not depend on how an instruction treats subnormal
- * numbers. */
+ * numbers. For the same reason, a bias is added after the products. */
 #ifndef MPIDL_VALUE_H
 #define MPIDL_VALUE_H
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from mpidl.backends.interface import FUSED, HOST, Backend
@@ -40,6 +40,7 @@ def gather(
     families: Iterable[types.ModuleType],
     fallback: Backend | None = None,
     *,
+    adapt: Callable[[str, Callable], Callable] | None = None,
     fuses_convolutions: bool = False,
     arrays_on_device: bool = False,
 ) -> Backend:
@@ -54,6 +55,8 @@ def gather(
     fallback : Backend, optional
         Backend that provides the functions missing from the modules. By default, none may be
         missing.
+    adapt : callable, optional
+        The backend has adapt(name, function) in place of each function.
     fuses_convolutions, arrays_on_device : bool
         Capabilities of the backend; see `Backend`.
 
@@ -68,6 +71,8 @@ def gather(
         for function, value in vars(family).items()
         if function in FUNCTIONS and getattr(value, "__module__", None) == family.__name__
     }
+    if adapt is not None:
+        functions = {function: adapt(function, value) for function, value in functions.items()}
     excused = (frozenset() if fuses_convolutions else FUSED) | (
         HOST if arrays_on_device else frozenset()
     )

@@ -22,6 +22,7 @@ from training_cases import training_table
 from mpidl.backends import shapes
 from mpidl.backends.deferred import NormalizedInput
 from mpidl.core.blocks import DeferredInput
+from mpidl.core.values import BF16
 
 CPU = ("cpu",)
 NO_PADDING, PADDING_1, UNIT = ((0, 0), (0, 0)), ((1, 1), (1, 1)), (1, 1)
@@ -573,8 +574,54 @@ def without_bias(cases):
             yield case._replace(label=f"{case.label}, no bias", arguments=arguments)
 
 
+# functions whose direct sums in bfloat16 have a defined order
+ORDERED = {"conv2d", "conv2d_backward", "transposed_conv2d", "transposed_conv2d_backward"}
+
+
+def in_bf16(case):
+    """Return a case with the activations and their gradients in bfloat16, or None without any.
+
+    Scores of dense layers, and their gradients, are float32. Means of windows round the share of
+    each pixel, so their gradients have no exact results.
+    """
+    has_means = case.function == "average_pool2d_dx"
+
+    def narrowed(name, draw):
+        if isinstance(draw, list):
+            return [narrowed(name, part) for part in draw]
+        is_score = name == "dy" and case.function.startswith("dense")
+        is_stored = isinstance(draw, Draw) and draw.kind in ("lanes", "deferred", "normalized")
+        return draw._replace(dtype=BF16) if is_stored and not is_score else draw
+
+    arguments = {name: narrowed(name, draw) for name, draw in case.arguments.items()}
+    is_special = has_means and case.arguments["x"].special
+    if "cpu" not in case.backends or arguments == case.arguments or is_special:
+        return None
+    policies = case.settings.get("cpu", ({},))
+    is_ordered = case.function in ORDERED and case.call is None
+    if is_ordered:  # with "auto", the same algorithm unless the case has several
+        policies = ({"winograd": "off"}, *({"winograd": "auto"},) * (policies != WINOGRAD[1:2]))
+    return case._replace(
+        label=f"{case.label}, bf16",
+        arguments=arguments,
+        backends=CPU,
+        settings={"cpu": tuple(values | {"precision": "bf16"} for values in policies)},
+        ordered=is_ordered,
+        tolerance=case.tolerance or 1e-6 * has_means,
+    )
+
+
 def table():
     """Yield all cases. Expensive checks use only the first case of each function."""
+    cases = list(activation_table())
+    cases += without_bias(cases)
+    yield from cases
+    yield from training_table()
+    yield from filter(None, map(in_bf16, cases))
+
+
+def activation_table():
+    """Yield the cases of functions of activations."""
     for label, shape in CONVOLUTIONS.items():
         yield from convolution(label, shape)
     for label, shape in LARGE_CONVOLUTIONS.items():
@@ -620,8 +667,6 @@ def table():
     for shape in list(IMAGES.values())[:3]:
         yield from joins(shape)
         yield from residual_ends(shape)
-    yield from training_table()
 
 
 CASES = list(table())
-CASES += without_bias(CASES)

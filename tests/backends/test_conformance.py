@@ -17,6 +17,7 @@ from conformance import (
     SPLIT,
     Draw,
     arguments,
+    assert_bytes,
     assert_near,
     call,
     flat,
@@ -27,6 +28,7 @@ from conformance import (
 )
 from cpu_builds import (
     BUILDS,
+    FUSED_BUILDS,
     THREADS,
     VECTOR_BUILDS,
     bytes_of,
@@ -38,9 +40,10 @@ from mpidl.backends import CPU, REFERENCE, settings
 from mpidl.backends.gather import FUNCTIONS
 from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.interface import HOST
-from mpidl.backends.reference import activation
+from mpidl.backends.reference import activation, bf16
 from mpidl.core.blocks import LANES
 from mpidl.core.fold import Partial
+from mpidl.core.values import BF16
 
 BY_NAME = {str(case): case for case in CASES}
 
@@ -51,6 +54,9 @@ def first_cases(cases):
 
 
 FIRST = first_cases(CASES)
+IN_BF16 = [case for case in CASES if case.in_bf16]
+FIRST_IN_BF16 = first_cases(IN_BF16)
+MOMENTS_IN_BF16 = BY_NAME["moments, (20, 3, 5), bf16"]  # no mean of one image is almost 0
 
 
 def on_cases(backend, cases=CASES, limit=None, each_function_once=False, each_case_once=True):
@@ -60,12 +66,14 @@ def on_cases(backend, cases=CASES, limit=None, each_function_once=False, each_ca
     False, all settings of the first case of a function are quick too. If `each_function_once` is
     True, all cases of a function except the first are slow.
     """
-    firsts = {str(case) for case in first_cases(cases).values()}
+    narrow, wide = ([case for case in cases if case.in_bf16 == is_narrow] for is_narrow in (1, 0))
+    firsts = {str(case) for group in (narrow, wide) for case in first_cases(group).values()}
     part = pytest.mark.slow({"cpu": "ranks", "gpu": "gpu"}[backend])
 
     def is_slow(case, setting):
         is_variant = str(case) not in firsts
-        return (is_variant and each_function_once) or (
+        is_extra = case.in_bf16 and not case.ordered
+        return (is_variant and (each_function_once or is_extra)) or (
             setting > 0 and (is_variant or each_case_once)
         )
 
@@ -116,9 +124,21 @@ pytestmark = [  # NumPy warns about non-finite cases and cases without images
 def test_the_cpu_computes_what_the_reference_does(case, values):
     """The generic build is slow, so it runs all cases only in the slow part `threads`."""
     is_first = case is FIRST[case.function] or len(THREADS) > 2
-    names = BUILDS if is_first else VECTOR_BUILDS
-    for actual in on_all_builds(lambda: results(case, CPU), names).values():
+    names = BUILDS if is_first or case.ordered else VECTOR_BUILDS
+    for build, actual in on_all_builds(lambda: results(case, CPU), names).items():
         assert_near(case, actual)
+        if is_direct(case, build):
+            assert_bytes(case, actual)
+
+
+def is_direct(case, build):
+    """Return whether a build computes direct sums in the order of the reference.
+
+    Without fused multiply-adds, a build rounds products of one channel, which are not exact.
+    """
+    channels = case.arguments["weight"].shape[1] if case.ordered else None
+    has_exact_products = channels != 1 or build in FUSED_BUILDS
+    return case.ordered and settings.winograd == "off" and has_exact_products
 
 
 @on_cases("gpu", each_case_once=False)
@@ -126,7 +146,8 @@ def test_a_gpu_computes_what_the_reference_does(device, case, values):
     assert_near(case, results(case, GPU))
 
 
-COUNTED = [c for n, c in FIRST.items() if {"counts", "labels", "pixels"} & parameters(n)]
+FIRSTS = [*FIRST.values(), *(FIRST_IN_BF16 | {"moments": MOMENTS_IN_BF16}).values()]
+COUNTED = [c for c in FIRSTS if {"counts", "labels", "pixels"} & parameters(c.function)]
 COUNTED += [c for c in CASES if str(c).startswith("images, (3, 5, 7) to")]
 
 
@@ -139,6 +160,7 @@ def test_mini_batches_of_any_size(case, values, blocks, last):
 
 
 BETWEEN = BY_NAME["conv2d_backward, 3x3, between activations"]
+BETWEEN_IN_BF16 = BY_NAME["conv2d_backward, 3x3, between activations, bf16"]
 PARTLY_USED = [case for case in COUNTED if case.function != "images"] + [BETWEEN]
 PARTLY_USED += [BY_NAME["moments, (20, 3, 5)"], BY_NAME["batchnorm_dx, (4, 6, 6)"]]
 
@@ -208,7 +230,8 @@ def test_an_empty_share_on_a_gpu(device, case, values):
     assert_empty(case, GPU)
 
 
-DEFERRED = [c for c in CASES if "deferred" in {d.kind for d in draws(c)}]
+# In bfloat16, separate functions round the activations that a fused call computes in float32.
+DEFERRED = [c for c in CASES if not c.in_bf16 and "deferred" in {draw.kind for draw in draws(c)}]
 
 
 def assert_separate(case, backend):
@@ -243,7 +266,7 @@ def assert_overwrite(case, backend):
 
 
 @needs_kernels
-@on_cases("cpu", [BETWEEN])
+@on_cases("cpu", [BETWEEN, BETWEEN_IN_BF16])
 def test_a_gradient_may_overwrite_its_cotangent_on_a_cpu(case, values):
     on_all_builds(lambda: assert_overwrite(case, CPU))
 
@@ -284,7 +307,8 @@ def test_only_needed_gradients_are_computed_on_a_gpu(device, case, values):
 def test_bias_gradients_have_the_bytes_of_channel_sums(case, values):
     def check():
         values = arguments(case, CPU, share(3))
-        values["dy"][:, 0] = -0.0  # the sum must be 0, not -0
+        dy, zero = values["dy"], np.float32([-0.0])
+        dy[:, 0] = bf16.narrowed(zero) if dy.dtype == BF16 else zero  # the sum must be 0, not -0
         sums = CPU.channel_sums(values["dy"], values["tree"])
         assert bytes_of(call(case, CPU, values)[2]) == bytes_of(sums)
 

@@ -45,6 +45,15 @@ def test_this_checkout_has_its_kernels():
     assert builds.built() == kernels.builds()
 
 
+@needs_compiler
+def test_an_old_compiler_builds_without_bfloat16_instructions(tmp_path):
+    old = tmp_path / "cc"
+    old.write_text('#!/bin/sh\ncase "$*" in *avx512bf16*) exit 1; esac\nexec cc "$@"\n')
+    old.chmod(0o755)
+    assert kernels.builds([str(old)]) == [n for n in kernels.builds() if n != kernels.NATIVE]
+    assert kernels.builds(["cc"]) == kernels.builds()
+
+
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 @pytest.mark.slow("compilers")
 def test_no_warnings(compiled, compiler):

@@ -10,6 +10,7 @@ import jobs
 import numpy as np
 import pool
 import pytest
+from cpu_builds import FUSED_BUILDS
 from launcher import mpirun
 
 import mpidl as dl
@@ -179,7 +180,7 @@ def test_verify_refuses(tmp_path):
 
 
 def test_training_in_bf16(pictures, tmp_path):
-    """The precision is printed and recorded, and a resumed run keeps it."""
+    """The precision is printed and recorded, and a resumed run keeps it, on another build too."""
     out = tmp_path / "run"
     lines = jobs.output_lines(jobs.train(2, pictures, out, *SHORT, "--precision", "bf16"))
     assert any(re.fullmatch(r"Ranks: 2, cpu in bf16, \d threads? each", line) for line in lines)
@@ -188,10 +189,13 @@ def test_training_in_bf16(pictures, tmp_path):
     text = jobs.refusal(jobs.resume(1, out, "--precision", "fp32", "--max-iterations", 4, check=2))
     assert text.endswith("--precision was bf16, is fp32")
     jobs.resume(1, out, "--max-iterations", 4)
-    jobs.train(
-        2, pictures, tmp_path / "whole", *SHORT, "--max-iterations", 4, "--precision", "bf16"
-    )
-    jobs.assert_same_end(tmp_path / "whole", out)
+    env = {"MPIDL_CPU": FUSED_BUILDS[-1]} if FUSED_BUILDS else {}
+    for precision in ("bf16", "fp32"):
+        words = [*SHORT, "--max-iterations", 4, "--precision", precision]
+        jobs.train(2, pictures, tmp_path / precision, *words, env=env)
+    jobs.assert_same_end(tmp_path / "bf16", out)
+    if builds.running() != "numpy":
+        assert jobs.weights_hash(tmp_path / "fp32") != jobs.weights_hash(out)
     words = [*SHORT, "--precision", "tf32", "--device", "cpu"]
     text = jobs.refusal(jobs.train(2, pictures, tmp_path / "tf32", *words, check=2))
     assert "--precision tf32: expected fp32 or bf16 on CPUs; tf32 needs --device gpu" in text
@@ -220,7 +224,7 @@ def test_info(ranks):
 def test_info_says_how_a_build_computes_in_bf16(build, text):
     if build != "numpy" and build not in builds.built():
         pytest.skip(f"no build {build}")
-    lines = pool.run(1, "-m", "mpidl.info", env={"MPIDL_CPU": build}, check=0).stdout.splitlines()
+    lines = mpirun(1, "-m", "mpidl.info", env={"MPIDL_CPU": build}, check=0).stdout.splitlines()
     facts = {line[:13].strip(): line[14:] for line in lines}
     assert facts["bf16"].startswith(text)
     for name in builds.built():

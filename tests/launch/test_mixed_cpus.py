@@ -54,6 +54,7 @@ def test_all_ranks_run_the_lowest_build(pictures, tmp_path, lower):
 
 @pytest.mark.slow("jobs")
 def test_an_unknown_build_is_reported_once(pictures, tmp_path):
-    text = "MPIDL_CPU: expected one of x86-64-v4, x86-64-v3, generic, numpy, found 'x86-64-v9'"
+    names = "x86-64-v4-bf16, x86-64-v4, x86-64-v3, generic, numpy"
+    text = f"MPIDL_CPU: expected one of {names}, found 'x86-64-v9'"
     result = train(pictures, tmp_path / "out", ["numpy", "x86-64-v9"], check=2)
     assert jobs.refusal(result) == text

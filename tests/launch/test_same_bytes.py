@@ -3,8 +3,7 @@
 import jobs
 import pool
 import pytest
-
-from mpidl.backends.cpu import builds
+from cpu_builds import BUILDS, FUSED_BUILDS
 
 PLAIN = """
 import sys
@@ -18,8 +17,6 @@ if world.rank == 0:
     print(dl.weights_sha256(net))
 """
 
-
-BUILDS = [build for build in builds.built() if builds.runs_here(build)]
 RANKS = (1, 3)
 CASES = [(1, 1), (3, 1), (2, 2)]  # (ranks, threads per rank)
 SLOW = pytest.mark.slow("ranks")
@@ -69,13 +66,17 @@ def test_weights_on_other_ranks_and_threads(ranks, threads, runs, pictures, tmp_
 
 
 @SLOW
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("build", [*BUILDS, "numpy"])
-def test_weights_by_build(build, runs, pictures, tmp_path):
+def test_weights_by_build(build, precision, runs, pictures, tmp_path):
     """Each kernel build gives one hash on any number of ranks, and AVX-512 gives AVX2's hash."""
-    keywords = {"network": "digits", "env": {"MPIDL_CPU": build}}
-    hashes = hashes_on([(1, 1), (3, 2)], pictures, tmp_path, "--epochs", 1, **keywords)
-    if build in ("x86-64-v4", "x86-64-v3") and BUILDS[0] in ("x86-64-v4", "x86-64-v3"):
-        hashes["the best build"] = jobs.weights_hash(runs[1])
+    words, keywords = ("--epochs", 1, "--precision", precision), {"network": "digits"}
+    env = {"MPIDL_CPU": build}
+    hashes = hashes_on([(1, 1), (3, 2)], pictures, tmp_path, *words, env=env, **keywords)
+    if build in FUSED_BUILDS:
+        best = jobs.trained_hash(1, pictures, tmp_path / "best", *words, **keywords)
+        hashes["the best build"] = best
+        assert (best == jobs.weights_hash(runs[1])) == (precision == "fp32")
     jobs.assert_same_weights(hashes)
 
 

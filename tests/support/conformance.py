@@ -21,11 +21,20 @@ from mpidl.backends.gpu import array
 from mpidl.backends.gpu.array import Array
 from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.interface import FUSED, Backend
+from mpidl.backends.reference import bf16
 from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.fold import Partial, Tree, fold_nodes, merge_moments
+from mpidl.core.values import BF16
 
 BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, GPU)}
 LAST = 9  # number of images in the last block
+# Bound of errors in bfloat16, relative to the largest number: 2^-9 for each number that is rounded.
+# These are weights, images or their gradients before and after a convolution, and results.
+BF16_BOUND = 4 * 2.0**-9
+# functions whose results, sums of bfloat16 numbers, are not rounded to bfloat16
+SUMS = {"channel_sums", "moments", "batchnorm_sums", "activation_sums", "prelu_dslope"}
+# functions whose cases read a result that was rounded to bfloat16, such as maxima of windows
+OF_RESULTS = {"elementwise_dx", "norm_max_pool_relu_dx"}
 SPLIT = ((0, 3), (3, 3), (3, 5))  # five blocks on three ranks; the second rank has none
 
 
@@ -92,6 +101,7 @@ class Case(NamedTuple):
         number; 0 requires the reference's float32 numbers, including the signs of zeros.
     settings: for each backend, the values of `backends.settings` to test.
     typed: whether results have the reference's types.
+    ordered: whether direct sums of products in bfloat16 have the reference's bytes.
     numbers_only: whether to skip the checks of shares on an emulated GPU, which would take too
     long.
     """
@@ -107,6 +117,11 @@ class Case(NamedTuple):
     settings: dict[str, tuple[dict, ...]] = {}
     typed: bool = True
     numbers_only: bool = False
+    ordered: bool = False
+
+    @property
+    def in_bf16(self):
+        return all(values.get("precision") == "bf16" for values in self.settings.get("cpu", ({},)))
 
     def __str__(self):
         return f"{self.function}, {self.label}"
@@ -159,7 +174,8 @@ def drawn(name, draw, blocks, last):
     if np.issubdtype(draw.dtype, np.integer):
         value = rng.integers(draw.low, draw.high, shape).astype(draw.dtype)
     else:
-        value = rng.uniform(draw.low, draw.high, shape).astype(draw.dtype)
+        dtype = np.float32 if draw.dtype == BF16 else draw.dtype
+        value = rng.uniform(draw.low, draw.high, shape).astype(dtype)
     if draw.rounded:
         value = np.where(value > 0, np.round(value), value)
     if draw.special:
@@ -167,6 +183,8 @@ def drawn(name, draw, blocks, last):
             value.reshape(-1)[start::step] = number
     if draw.cotangent:
         fill_unused(value, used_lanes(blocks, last), 0)
+    if draw.dtype == BF16:
+        value = bf16.narrowed(value)
     if draw.kind in ("deferred", "normalized"):
         mean, scale, beta = rng.uniform((-0.5, 0.5, -1), (0.5, 2, 1), (draw.shape[0], 3)).T
         vectors = (np.ascontiguousarray(v, np.float32) for v in (mean, scale, beta))
@@ -199,8 +217,8 @@ def placed(backend, draw, value, double):
             value = value.astype(np.int32)
         upload = {"lanes": array.lanes, "filters": array.filters}.get(draw.kind, array.plain)
         return upload(value, draw.image) if draw.image else upload(value)
-    if double and draw.kind != "images" and value.dtype == np.float32:
-        return value.astype(np.float64)
+    if double and draw.kind != "images" and value.dtype in (np.float32, BF16):
+        return numbers(value).astype(np.float64)
     return value
 
 
@@ -294,6 +312,11 @@ def host(value):
     return value.numpy() if isinstance(value, Array) else np.asarray(value)
 
 
+def numbers(value):
+    """Return an array whose numbers are not stored in bfloat16."""
+    return bf16.widened(value) if value.dtype == BF16 else value
+
+
 def results(case, backend, blocks=2, runs=None, last=LAST, double=False, change=None):
     """Return the results for a mini-batch that `runs` divides among ranks, as host arrays."""
     shares = []
@@ -343,25 +366,36 @@ def expected(case, blocks, last):
 def assert_near(case, actual, blocks=2, last=LAST):
     """Compare types, shapes, zeros in unused lanes and numbers with the reference."""
     single, double = expected(case, blocks, last)
+    rounds = case.in_bf16 and not case.elementwise and case.function not in SUMS
+    tolerance = case.tolerance and max(case.tolerance, BF16_BOUND * rounds)
     assert len(actual) == len(single) == len(double) > 0
-    for i, (value, rounded, exact) in enumerate(zip(actual, single, double, strict=True)):
-        assert value.shape == exact.shape, f"result {i}"
-        assert value.dtype == rounded.dtype or not case.typed, f"result {i}"
+    for i, (stored, rounded, exact) in enumerate(zip(actual, single, double, strict=True)):
+        assert stored.shape == exact.shape, f"result {i}"
+        assert stored.dtype == rounded.dtype or not case.typed, f"result {i}"
+        value, rounded = numbers(stored), numbers(rounded)
+        if case.in_bf16 and case.function in OF_RESULTS:
+            exact = rounded
         of_lanes = value.ndim > 2 and value.shape[:: value.ndim - 1] == (blocks, LANES)
         if of_lanes and zeroes_unused(case):
             cleared = value.copy()
             fill_unused(cleared, used_lanes(blocks, last), 0)
             assert np.array_equal(cleared, value), f"unused lanes of result {i}"
-        if not case.tolerance:
+        if not tolerance:
             assert np.array_equal(value, rounded, equal_nan=value.dtype.kind == "f"), f"result {i}"
             signs = [np.signbit(v[~np.isnan(v)]) for v in (value, rounded) if v.dtype.kind == "f"]
             assert not signs or np.array_equal(*signs), f"signs of result {i}"
         elif case.elementwise:
             rounding = 2**-53 * abs(exact).max(initial=0)
-            np.testing.assert_allclose(value, exact, rtol=case.tolerance, atol=rounding)
+            np.testing.assert_allclose(value, exact, rtol=tolerance, atol=rounding)
         elif value.size:
             error = abs(value - exact).max() / max(abs(exact).max(), 1e-3)
-            assert error <= case.tolerance, f"result {i}: {error}"
+            assert error <= tolerance, f"result {i}: {error}"
+
+
+def assert_bytes(case, actual, blocks=2, last=LAST):
+    """Check that results have the bytes of the reference."""
+    single, _ = expected(case, blocks, last)
+    assert [v.tobytes() for v in actual] == [v.tobytes() for v in single]
 
 
 def zeroes_unused(case):

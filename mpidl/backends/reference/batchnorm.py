@@ -2,12 +2,19 @@
 
 import numpy as np
 
+from mpidl.backends.reference import direct
+from mpidl.backends.reference.bf16 import widened
 from mpidl.core.blocks import DeferredInput
 from mpidl.core.fold import Counter, merge_moments
+from mpidl.core.values import BF16
 
 
 def channel_sums(x, tree):
     counter = Counter(tree)
+    if x.dtype == BF16:
+        for sums in direct.channel_sums(widened(x)):
+            counter.push(sums)
+        return counter.partial(x.shape[1:2], np.float32)
     for block in x:
         counter.push(block.reshape(len(block), -1).sum(axis=1))
     return counter.partial(x.shape[1:2], x.dtype)
@@ -97,4 +104,5 @@ def predict_scale(gamma, variance, epsilon):
 
 
 def source(y, mean, scale, beta):
-    return DeferredInput(y, *(np.ascontiguousarray(v, y.dtype) for v in (mean, scale, beta)))
+    dtype = np.float32 if y.dtype == BF16 else y.dtype
+    return DeferredInput(y, *(np.ascontiguousarray(v, dtype) for v in (mean, scale, beta)))

@@ -1,10 +1,16 @@
-"""Compute convolutions in NumPy: unfold each block of 16 images for a matrix product per group."""
+"""Compute convolutions in NumPy: unfold each block of 16 images for a matrix product per group.
+
+The module `direct` computes convolutions of images in bfloat16, whose sums have a defined order.
+"""
 
 import numpy as np
 
 from mpidl.backends import shapes
+from mpidl.backends.reference import direct
 from mpidl.backends.reference.batchnorm import channel_sums
+from mpidl.backends.reference.bf16 import as_type, narrowed, operand, widened
 from mpidl.core.fold import Counter
+from mpidl.core.values import BF16
 
 
 class _Columns:
@@ -55,6 +61,9 @@ class _Columns:
 
 
 def conv2d(x, weight, bias, geometry):
+    x = operand(x)
+    if x.dtype == BF16:
+        return narrowed(direct.conv2d(widened(x), weight, bias, geometry))
     shape, groups = shapes.conv2d_shape(x.shape[1:-1], weight.shape, *geometry[:3]), geometry.groups
     y = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
     columns = _Columns(x, weight.shape, geometry)
@@ -69,8 +78,10 @@ def conv2d(x, weight, bias, geometry):
     return y
 
 
-def conv2d_dx(dy, x, weight, geometry):
-    """Return the gradient with respect to x. Only the shape and dtype of x are used."""
+def conv2d_dx(dy, x, weight, geometry, bias=None):
+    """Return the gradient with respect to x, plus bias. Only the shape and dtype of x are used."""
+    if x.dtype == BF16:
+        return narrowed(direct.conv2d_dx(widened(dy), x.shape[1:-1], weight, geometry, bias))
     dx, groups = np.empty_like(x), geometry.groups
     columns = _Columns(x, weight.shape, geometry)
     filters = weight.reshape(groups, len(weight) // groups, -1)
@@ -80,13 +91,19 @@ def conv2d_dx(dy, x, weight, geometry):
         for g in range(groups):
             np.matmul(filters[g].T, out[g], out=matrix[g])
         columns.fold_back(dx[b])
+    if bias is not None:
+        dx += bias[:, None, None, None]
     return dx
 
 
 def conv2d_dweight(dy, x, weight, geometry, tree):
     """Return the gradient with respect to weight. Only the shape and dtype of weight are used."""
-    columns = _Columns(x, weight.shape, geometry)
     counter, groups = Counter(tree), geometry.groups
+    if x.dtype == BF16:
+        for leaf in direct.conv2d_dweight(widened(dy), widened(x), weight, geometry):
+            counter.push(leaf)
+        return counter.partial(weight.shape, np.float32)
+    columns = _Columns(x, weight.shape, geometry)
     for b in range(len(x)):
         matrix = columns.groups(columns.unfold(x[b]), groups)
         out = dy[b].reshape(groups, len(weight) // groups, -1)
@@ -113,6 +130,8 @@ def conv2d_backward(
         raise TypeError(
             "the reference stores all activations: expected no activation_after, no sums"
         )
+    x = operand(x)
+    dy = as_type(dy, x.dtype)
     return (
         conv2d_dx(dy, x, weight, geometry) if needs[0] else None,
         conv2d_dweight(dy, x, weight, geometry, tree) if needs[1] else None,

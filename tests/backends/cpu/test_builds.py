@@ -18,6 +18,8 @@ needs_kernels = pytest.mark.skipif(
 HEADER = os.path.join(builds.kernels_folder(), "cpu", "mpidl.h")
 OLD = frozenset(["fpu", "sse2"])
 CPUS = {"generic": OLD, "x86-64-v3": OLD | builds.AVX2, "x86-64-v4": OLD | builds.AVX512}
+CPUS["x86-64-v4-bf16"] = CPUS["x86-64-v4"] | {"avx512_bf16"}
+NAMES = ("x86-64-v4-bf16", "x86-64-v4", "x86-64-v3", "generic")  # of builds, the best first
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.delenv("MPIDL_CPU", raising=False)
     monkeypatch.setenv("MPIDL_KERNELS", str(tmp_path))
 
-    def pretend(cpu, names=("x86-64-v4", "x86-64-v3", "generic")):
+    def pretend(cpu, names=NAMES):
         monkeypatch.setattr(builds, "cpu_features", lambda: CPUS[cpu])
         for build in names:
             Path(builds.path_of(build)).write_text("not a library")
@@ -37,8 +39,7 @@ def machine(monkeypatch, tmp_path):
 @pytest.mark.parametrize("cpu", CPUS)
 def test_a_cpu_is_offered_the_builds_that_it_can_run(machine, cpu):
     machine(cpu)
-    names = ["x86-64-v4", "x86-64-v3", "generic", "numpy"]
-    assert builds.offered() == names[names.index(cpu) :]
+    assert builds.offered() == [*NAMES[NAMES.index(cpu) :], "numpy"]
 
 
 def test_a_build_needs_all_of_its_features(monkeypatch, machine):
@@ -89,6 +90,11 @@ def test_a_library_that_cannot_be_loaded_is_skipped(monkeypatch, machine):
     assert "libmpidl-x86-64-v4.so: cannot be loaded: " in builds.why_numpy()
     monkeypatch.setenv("MPIDL_CPU", "x86-64-v3")
     assert "libmpidl-x86-64-v3.so: cannot be loaded: " in refusal(builds.choose)
+
+
+def test_the_instruction_of_bf16_belongs_to_one_build():
+    assert [name for name in NAMES if builds.has_native_bf16(name)] == ["x86-64-v4-bf16"]
+    assert not builds.has_native_bf16("numpy")
 
 
 def test_features_are_read_from_this_cpu():
