@@ -161,7 +161,8 @@ def _conv(backend, layer, x, dy, weights, batch):
 
     def source(values):
         channels = values.shape[1]
-        return DeferredInput(values, *(np.full(channels, v, np.float32) for v in (0.1, 1.1, 0.2)))
+        mean, scale, beta = (np.full(channels, v, np.float32) for v in (0.1, 1.1, 0.2))
+        return DeferredInput(values, mean, scale, beta)
 
     below, above = source(x), source(dy.copy())
     after = (above, *(np.ones(dy.shape[1], np.float32),) * 3)

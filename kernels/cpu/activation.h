@@ -1,5 +1,5 @@
-/* Batch normalization and ReLU of one channel of one block. Fused and separate passes call these
- * functions, so the results of both are equal bit for bit.
+/* Batch normalization and activation of one channel of one block. Fused and separate passes call
+ * these functions, so the results of both are equal bit for bit.
  *
  * A sum over pixels adds pixel i to accumulator i % 4, separately in each lane. The sum over lanes
  * uses the tree of lanes.h. Sums of values leave out unused lanes. Gradients are zero in unused
@@ -11,20 +11,22 @@
 
 #include "value.h"
 
-/* An input of a kernel. If mean is NULL, the input is x. Otherwise the input is max(0, (x - mean) *
- * scale + beta) per channel, computed when it is read and never stored. */
+/* An input of a kernel. If mean is NULL, the input is x. Otherwise the input is the activation
+ * min(max((x - mean) * scale + beta, low), high) per channel, computed when it is read and never
+ * stored. */
 struct source {
     const value *x;
     const float *mean, *scale, *beta;
+    float low, high; /* 0 and infinity for ReLU */
 };
 
 /* The normalization of one channel, equal in all lanes; zeros if there is none. */
 struct norm {
-    vec mean, scale, beta;
+    vec mean, scale, beta, low, high;
 };
 
 INLINE struct norm norm_of(const struct source *s, int64_t channel) {
-    struct norm n = {zero(), zero(), zero()};
+    struct norm n = {zero(), zero(), zero(), splat(s->low), splat(s->high)};
     if (s->mean) n.mean = splat(s->mean[channel]);
     if (s->scale) n.scale = splat(s->scale[channel]), n.beta = splat(s->beta[channel]);
     return n;
@@ -43,11 +45,16 @@ INLINE vec floor_of(struct finish f) { return splat(f.relu ? 0.0f : -INFINITY); 
 INLINE vec normalize(vec x, struct norm n) { return muladd(x - n.mean, n.scale, n.beta); }
 
 INLINE vec activate(vec x, struct norm n) {
-    return larger(zero(), normalize(x, n)); /* this order of arguments keeps NaN */
+    return smaller(n.high, larger(n.low, normalize(x, n))); /* this order of arguments keeps NaN */
 }
 
-/* Backpropagate dy through ReLU to the normalized value. */
-INLINE vec relu_back(vec dy, vec normalized) { return keep(normalized > 0, dy); }
+/* Backpropagate dy through ReLU. y may be its input or its result. */
+INLINE vec relu_back(vec dy, vec y) { return keep(y > 0, dy); }
+
+/* Backpropagate dy through an activation to the normalized value. */
+INLINE vec activate_back(vec dy, vec normalized, struct norm n) {
+    return keep((normalized > n.low) & (normalized < n.high), dy);
+}
 
 /* Return dx of batch normalization: a * dz + b * (x - mean) + c, see ops/batchnorm.py. */
 INLINE vec normalize_back(vec dz, vec x, vec mean, vec a, vec b, vec c) {
@@ -120,8 +127,8 @@ static inline void channel_moments(const value *x, int64_t pixels, int valid, do
 }
 
 /* Compute *sum, the sum of dz over a channel's pixels, and *product, the sum of dz * (x - mean). If
- * source->scale is NULL, dz is da. Otherwise dz is da at pixels with an activation > 0, and 0 at
- * the other pixels. x points to this channel. */
+ * source->scale is NULL, dz is da. Otherwise dz is da at pixels whose normalized value is between
+ * the limits of the activation, and 0 at the other pixels. x points to this channel. */
 static inline void channel_norm_sums(const value *da, const value *x, int64_t pixels,
                                      const struct source *source, int64_t channel, double *sum,
                                      double *product) {
@@ -142,7 +149,8 @@ static inline void channel_norm_sums(const value *da, const value *x, int64_t pi
         for (int i = 0; j + i < pixels; i++) PIXEL(i, dz)                                          \
     }
         if (source->scale)
-            PIXELS(relu_back(load(d + (j + i) * LANES), normalize(load(v + (j + i) * LANES), n)))
+            PIXELS(activate_back(load(d + (j + i) * LANES),
+                                 normalize(load(v + (j + i) * LANES), n), n))
         else
             PIXELS(load(d + (j + i) * LANES))
 #undef PIXELS

@@ -8,10 +8,9 @@
 
 /* The arguments of all passes. A tile is one channel of one block. */
 struct job {
-    struct source x; /* `scale` is NULL if no ReLU follows */
+    struct source x; /* `scale` is NULL if no activation follows */
     const value *dy;
     const float *a, *b, *c;
-    int relu; /* whether ReLU follows the normalization */
     value *out;
     double *rows;
     const int32_t *counts;
@@ -44,12 +43,8 @@ static void apply_tile(void *argument, int64_t tile, float *own) {
     struct norm n = norm_of(&job->x, channel);
     const value *x = job->x.x + at;
     value *y = job->out + at;
-    if (job->relu)
-        for (int64_t i = 0; i < pixels * LANES; i += WIDTH)
-            store(y + i, activate(load(x + i), n));
-    else
-        for (int64_t i = 0; i < pixels * LANES; i += WIDTH)
-            store(y + i, normalize(load(x + i), n));
+    for (int64_t i = 0; i < pixels * LANES; i += WIDTH)
+        store(y + i, activate(load(x + i), n));
 }
 
 static void norm_sums_tile(void *argument, int64_t tile, float *own) {
@@ -82,15 +77,16 @@ void mpidl_moments(const value *x, double *rows, const int32_t *counts, int64_t 
 }
 
 void mpidl_batchnorm(const value *x, const float *mean, const float *scale, const float *beta,
-                     value *y, int64_t relu, int64_t blocks, int64_t channels, int64_t pixels) {
-    struct job job = {.x = {x, mean, scale, beta}, .relu = relu != 0, .out = y};
+                     float low, float high, value *y, int64_t blocks, int64_t channels,
+                     int64_t pixels) {
+    struct job job = {.x = {x, mean, scale, beta, low, high}, .out = y};
     each_channel(apply_tile, job, blocks, channels, pixels);
 }
 
 void mpidl_batchnorm_sums(const value *dy, const value *x, const float *mean, const float *scale,
-                          const float *beta, double *rows, int64_t blocks, int64_t channels,
-                          int64_t pixels, const int64_t *tree) {
-    struct job job = {.x = {x, mean, scale, beta}, .dy = dy, .rows = rows};
+                          const float *beta, float low, float high, double *rows, int64_t blocks,
+                          int64_t channels, int64_t pixels, const int64_t *tree) {
+    struct job job = {.x = {x, mean, scale, beta, low, high}, .dy = dy, .rows = rows};
     each_channel(norm_sums_tile, job, blocks, channels, pixels);
     fold_sums(rows, 2 * channels, (const struct tree *)tree);
 }

@@ -43,10 +43,12 @@ static void copy(struct job job, int64_t blocks, int64_t all, int64_t first) {
 }
 
 void mpidl_concat(const value *x, const float *mean, const float *scale, const float *beta,
-                  value *y, int64_t blocks, int64_t channels, int64_t pixels, int64_t all,
-                  int64_t first) {
-    struct job job = {
-        .part = {x, mean, scale, beta}, .whole = y, .channels = channels, .pixels = pixels};
+                  float low, float high, value *y, int64_t blocks, int64_t channels, int64_t pixels,
+                  int64_t all, int64_t first) {
+    struct job job = {.part = {x, mean, scale, beta, low, high},
+                      .whole = y,
+                      .channels = channels,
+                      .pixels = pixels};
     copy(job, blocks, all, first);
 }
 

@@ -4,7 +4,7 @@
  * activation and computes the sums that the preceding batch normalization needs. */
 #include "conv.h"
 
-#include "fold.h"
+#include "depthwise.h"
 #include "mpidl.h"
 #include "pointwise.h"
 #include "products.h"
@@ -196,6 +196,10 @@ static void find_taps(struct pass *pass) {
             for (int64_t s = 0; s < c->S; s++) *offset++ = offset_of(pass, ci, r, s);
 }
 
+#ifndef ODD_FIRST
+#define ODD_FIRST 1 /* a test compiles the wrong order */
+#endif
+
 /* The taps of a direct sum, in the order in which they are added: for a pair of channels, first all
  * taps of the filter. */
 struct taps {
@@ -216,7 +220,8 @@ static void add_tap(struct taps *taps, int64_t channel, int64_t channels, int64_
         return;
     }
     const int64_t last = taps->form == ROUNDED ? second : 0;
-    for (int64_t i = last; i >= 0; i--) {
+    for (int64_t n = 0; n <= last; n++) {
+        const int64_t i = ODD_FIRST ? last - n : n;
         taps->index[taps->count] = (int32_t)((channel + i) * per_channel + index);
         taps->offset[taps->count++] = (int32_t)((channel + i) * of_channel + offset);
     }
@@ -353,14 +358,14 @@ static void forward_block(const struct team *team, void *job, int64_t block) {
 }
 
 void mpidl_conv2d(const value *x, const float *mean, const float *scale, const float *beta,
-                  const float *weight, const float *bias, value *y, double *moments,
-                  const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
-                  int64_t tile, const value *addend, int64_t relu) {
+                  float low, float high, const float *weight, const float *bias, value *y,
+                  double *moments, const int32_t *counts, int64_t blocks, const int64_t *shape,
+                  const int64_t *tree, int64_t tile, const value *addend, int64_t relu) {
     struct conv c = *(const struct conv *)shape;
     int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, extra = 0;
     const struct winograd winograd = winograd_forward(&c, tile);
     struct pass pass = {.c = c,
-                        .x = {x, mean, scale, beta},
+                        .x = {x, mean, scale, beta, low, high},
                         .weight = weight,
                         .bias = bias,
                         .finish = {addend, (int)relu},
@@ -374,8 +379,10 @@ void mpidl_conv2d(const value *x, const float *mean, const float *scale, const f
                         .taps = inputs * c.R * c.S};
     if (blocks == 0) return;
     /* floats without an activation are read in place */
-    if (is_pointwise(&c) && (NARROW || mean || c.stride_h > 1 || c.stride_w > 1)) {
-        const struct pointwise job = {.c = c,
+    const int is_in_place = !NARROW && !mean && c.stride_h == 1 && c.stride_w == 1;
+    const int by_pixel = is_pointwise(&c) && !is_in_place, by_channel = is_depthwise(&c) && !tile;
+    if (by_pixel || by_channel) {
+        const struct arguments job = {.c = c,
                                       .x = pass.x,
                                       .weight = weight,
                                       .bias = bias,
@@ -383,7 +390,7 @@ void mpidl_conv2d(const value *x, const float *mean, const float *scale, const f
                                       .finish = pass.finish,
                                       .rows = moments,
                                       .counts = counts};
-        pointwise_forward(&job, blocks);
+        (by_pixel ? pointwise_forward : depthwise_forward)(&job, blocks);
         if (moments) fold_moments(moments, c.K, (const struct tree *)tree);
         return;
     }
@@ -658,19 +665,19 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
 }
 
 void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
-                           const float *y_scale, const float *y_beta, const float *a,
-                           const float *b, const float *c_, const value *x, const float *mean,
-                           const float *scale, const float *beta, const float *weight,
-                           const float *bias, value *dy_out, value *dx, double *sums,
-                           float *dweight, int64_t nodes, const int32_t *counts, int64_t blocks,
-                           const int64_t *shape, const int64_t *tree, int64_t tile,
-                           int64_t dweight_tile) {
+                           const float *y_scale, const float *y_beta, float y_low, float y_high,
+                           const float *a, const float *b, const float *c_, const value *x,
+                           const float *mean, const float *scale, const float *beta, float low,
+                           float high, const float *weight, const float *bias, value *dy_out,
+                           value *dx, double *sums, float *dweight, int64_t nodes,
+                           const int32_t *counts, int64_t blocks, const int64_t *shape,
+                           const int64_t *tree, int64_t tile, int64_t dweight_tile) {
     struct leaves leaves;
     struct conv c = *(const struct conv *)shape;
     int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, own = 0, extra = 0, spread = 0;
     struct pass pass = {.c = c,
-                        .x = {x, mean, scale, beta},
-                        .dy = {dy, {y, y_mean, y_scale, y_beta}, a, b, c_},
+                        .x = {x, mean, scale, beta, low, high},
+                        .dy = {dy, {y, y_mean, y_scale, y_beta, y_low, y_high}, a, b, c_},
                         .weight = weight,
                         .bias = bias,
                         .dx = dx,
@@ -684,8 +691,9 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
                         .taps = inputs * c.R * c.S,
                         .leaves = dweight ? &leaves : NULL};
     if (blocks == 0) return;
-    if (is_pointwise_backward(&c)) {
-        const struct pointwise job = {.c = c,
+    const int by_pixel = is_pointwise_backward(&c);
+    if (by_pixel || (is_depthwise(&c) && !tile && !dweight_tile)) {
+        const struct arguments job = {.c = c,
                                       .x = pass.x,
                                       .dy = pass.dy,
                                       .weight = weight,
@@ -696,7 +704,7 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
                                       .dweight = dweight,
                                       .nodes = nodes,
                                       .tree = (const struct tree *)tree};
-        pointwise_backward(&job, blocks);
+        (by_pixel ? pointwise_backward : depthwise_backward)(&job, blocks);
         if (sums) fold_sums(sums, 2 * c.C, (const struct tree *)tree);
         return;
     }

@@ -4,6 +4,7 @@
 #define MPIDL_CONV_H
 
 #include "activation.h"
+#include "fold.h"
 #include "team.h"
 
 /* The geometry of a convolution of (C, H, W) images; Python passes it as int64_t[17]. */
@@ -55,12 +56,27 @@ struct padded {
 };
 
 /* The gradient of a convolution's output y. The gradient is dy itself or, if y.mean is not NULL, dy
- * backpropagated through the ReLU and batch normalization that follow (see normalize_back). If
- * y.scale is NULL, no ReLU follows. */
+ * backpropagated through the activation and batch normalization that follow (see normalize_back).
+ * If y.scale is NULL, no activation follows. */
 struct gradient {
     const value *dy;
     struct source y;
     const float *a, *b, *c;
+};
+
+/* The arguments of a pass, as in mpidl.h. */
+struct arguments {
+    struct conv c;
+    struct source x;
+    struct gradient dy;
+    const float *weight, *bias;
+    value *y, *dx;
+    struct finish finish;
+    double *rows; /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
+    const int32_t *counts;
+    float *dweight; /* NULL if not needed */
+    int64_t nodes;
+    const struct tree *tree;
 };
 
 /* The images that a copy reads. Channels are `stride` values apart. Channel 0 of the copy's items

@@ -87,9 +87,9 @@ static void forward_tile(void *argument, int64_t tile, float *own) {
 }
 
 void mpidl_dense(const float *x, const float *mean, const float *scale, const float *beta,
-                 const float *weight, const float *bias, float *y, int64_t blocks,
-                 int64_t features, int64_t channels, int64_t outputs) {
-    struct dense d = {.x = {x, mean, scale, beta},
+                 float low, float high, const float *weight, const float *bias, float *y,
+                 int64_t blocks, int64_t features, int64_t channels, int64_t outputs) {
+    struct dense d = {.x = {x, mean, scale, beta, low, high},
                       .weight = weight,
                       .bias = bias,
                       .y = y,

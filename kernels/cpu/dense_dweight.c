@@ -179,10 +179,10 @@ static int streams(const struct dense *d) {
 }
 
 void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, const float *scale,
-                         const float *beta, float *nodes, const int64_t *tree, int64_t features,
-                         int64_t channels, int64_t outputs) {
-    struct dense d = backward_of((struct source){x, mean, scale, beta}, dy, tree, features,
-                                 channels, outputs);
+                         const float *beta, float low, float high, float *nodes,
+                         const int64_t *tree, int64_t features, int64_t channels, int64_t outputs) {
+    const struct source source = {x, mean, scale, beta, low, high};
+    struct dense d = backward_of(source, dy, tree, features, channels, outputs);
     d.nodes = nodes;
     if (d.blocks == 0) return;
     int64_t room = (1 << 17) / (d.blocks * LANES); /* x of all blocks must stay in cache */
@@ -275,11 +275,11 @@ static void backward_tile(void *argument, int64_t number, float *own) {
 }
 
 void mpidl_dense_backward(const float *dy, const float *x, const float *mean, const float *scale,
-                          const float *beta, const float *weight, float *dx, double *sums,
-                          float *nodes, const int64_t *tree, int64_t features, int64_t channels,
-                          int64_t outputs) {
-    struct dense d = backward_of((struct source){x, mean, scale, beta}, dy, tree, features,
-                                 channels, outputs);
+                          const float *beta, float low, float high, const float *weight, float *dx,
+                          double *sums, float *nodes, const int64_t *tree, int64_t features,
+                          int64_t channels, int64_t outputs) {
+    const struct source source = {x, mean, scale, beta, low, high};
+    struct dense d = backward_of(source, dy, tree, features, channels, outputs);
     d.weight = weight, d.dx = dx, d.sums = sums, d.nodes = nodes;
     if (d.blocks == 0) return;
     struct job job = {.dense = &d, .panel = dense_tile(&d)};

@@ -179,10 +179,11 @@ static void dx_tile(void *argument, int64_t tile, float *own) {
 }
 
 void mpidl_dense_dx(const float *dy, const float *x, const float *mean, const float *scale,
-                    const float *beta, const float *weight, float *dx, double *sums,
-                    const int64_t *tree, int64_t features, int64_t channels, int64_t outputs) {
-    struct dense d = backward_of((struct source){x, mean, scale, beta}, dy, tree, features,
-                                 channels, outputs);
+                    const float *beta, float low, float high, const float *weight, float *dx,
+                    double *sums, const int64_t *tree, int64_t features, int64_t channels,
+                    int64_t outputs) {
+    const struct source source = {x, mean, scale, beta, low, high};
+    struct dense d = backward_of(source, dy, tree, features, channels, outputs);
     d.weight = weight, d.dx = dx, d.sums = sums;
     struct job job = {&d, dense_tile(&d), MANY_BLOCKS, parts_of(d.blocks, MANY_BLOCKS)};
     each_tile(parts_of(features, job.tile) * job.groups, dx_tile, &job, 0);

@@ -1,5 +1,5 @@
 /* The sum of two values, optionally followed by ReLU, as at the end of a residual block, and the
- * gradient. Each value may be a batch normalization, optionally with ReLU, that is not stored. */
+ * gradient. Each value may be a batch normalization and an activation that are not stored. */
 #include "activation.h"
 #include "fold.h"
 #include "mpidl.h"
@@ -7,13 +7,8 @@
 
 enum { ROWS = 1024 }; /* minimum number of pixels per tile, if there are that many */
 
-struct addend {
-    struct source source;
-    int relu; /* whether ReLU follows the normalization */
-};
-
 struct job {
-    struct addend a, b;
+    struct source a, b;
     const value *dy, *more_dy, *y;
     value *out;
     int relu; /* whether ReLU follows the sum */
@@ -32,29 +27,25 @@ static void each_group(tile_work *work, struct job *job, int64_t blocks) {
     for (int64_t number = tile * job->group; number < least(job->all, (tile + 1) * job->group);    \
          number++)
 
-/* Return a value of an addend. `floor` is the largest value that the addend's ReLU replaces. */
-INLINE vec read_addend(vec x, int is_normalized, struct norm n, vec floor) {
-    return is_normalized ? larger(floor, normalize(x, n)) : x;
+INLINE vec read_addend(vec x, int is_normalized, struct norm n) {
+    return is_normalized ? activate(x, n) : x;
 }
-
-static vec floor_of_relu(int relu) { return floor_of((struct finish){NULL, relu}); }
 
 INLINE void add_channel(const struct job *job, int64_t number, const int a_normalized,
                         const int b_normalized) {
     const int64_t channel = number % job->channels, first = number * job->pixels * LANES;
     const int64_t stop = first + job->pixels * LANES;
-    const value *x = job->a.source.x, *y = job->b.source.x;
-    const struct norm a = norm_of(&job->a.source, channel), b = norm_of(&job->b.source, channel);
-    const vec a_floor = floor_of_relu(job->a.relu), b_floor = floor_of_relu(job->b.relu);
-    const vec floor = floor_of_relu(job->relu);
+    const value *x = job->a.x, *y = job->b.x;
+    const struct norm a = norm_of(&job->a, channel), b = norm_of(&job->b, channel);
+    const vec floor = floor_of((struct finish){NULL, job->relu});
     for (int64_t i = first; i < stop; i += WIDTH)
-        store(job->out + i, larger(floor, read_addend(load(x + i), a_normalized, a, a_floor) +
-                                              read_addend(load(y + i), b_normalized, b, b_floor)));
+        store(job->out + i, larger(floor, read_addend(load(x + i), a_normalized, a) +
+                                              read_addend(load(y + i), b_normalized, b)));
 }
 
 static void add_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    const int a = job->a.source.mean != NULL, b = job->b.source.mean != NULL;
+    const int a = job->a.mean != NULL, b = job->b.mean != NULL;
     (void)own;
     EACH_CHANNEL(job, tile, number) {
         if (a && b) add_channel(job, number, 1, 1);
@@ -65,11 +56,11 @@ static void add_tile(void *argument, int64_t tile, float *own) {
 }
 
 void mpidl_add(const value *a, const float *a_mean, const float *a_scale, const float *a_beta,
-               int64_t a_relu, const value *b, const float *b_mean, const float *b_scale,
-               const float *b_beta, int64_t b_relu, value *y, int64_t relu, int64_t blocks,
-               int64_t channels, int64_t pixels) {
-    struct job job = {.a = {{a, a_mean, a_scale, a_beta}, (int)a_relu},
-                      .b = {{b, b_mean, b_scale, b_beta}, (int)b_relu},
+               float a_low, float a_high, const value *b, const float *b_mean, const float *b_scale,
+               const float *b_beta, float b_low, float b_high, value *y, int64_t relu,
+               int64_t blocks, int64_t channels, int64_t pixels) {
+    struct job job = {.a = {a, a_mean, a_scale, a_beta, a_low, a_high},
+                      .b = {b, b_mean, b_scale, b_beta, b_low, b_high},
                       .out = y,
                       .relu = (int)relu,
                       .channels = channels,
@@ -90,7 +81,7 @@ static void add_relu_dx_channel(const struct job *job, int64_t number) {
             store(job->out + i, relu_back(load(job->dy + i), load(job->y + i)));
     for (int n = 0; n < 2; n++) {
         if (!job->sums[n]) continue;
-        const struct source *source = n ? &job->b.source : &job->a.source;
+        const struct source *source = n ? &job->b : &job->a;
         double *row = job->sums[n] + block * 2 * job->channels;
         channel_norm_sums(job->out + first, source->x + first, job->pixels, source, channel,
                           row + channel, row + job->channels + channel);
@@ -107,8 +98,8 @@ void mpidl_add_relu_dx(const value *dy, const value *more_dy, const value *y, va
                        const value *a, const float *a_mean, double *a_sums, const value *b,
                        const float *b_mean, double *b_sums, int64_t blocks, int64_t channels,
                        int64_t pixels, const int64_t *tree) {
-    struct job job = {.a = {.source = {.x = a, .mean = a_mean}},
-                      .b = {.source = {.x = b, .mean = b_mean}},
+    struct job job = {.a = {.x = a, .mean = a_mean},
+                      .b = {.x = b, .mean = b_mean},
                       .dy = dy,
                       .more_dy = more_dy,
                       .y = y,

@@ -93,6 +93,17 @@ INLINE vec larger(vec a, vec b) {
 #endif
 }
 
+/* Return the smaller of a and b, or b if one of them is NaN. */
+INLINE vec smaller(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vec)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return choose(a < b, a, b);
+#endif
+}
+
 /* Return a mask of the lanes below `valid` for the vector that starts at lane `part`. */
 INLINE ivec lanes_below(int valid, int part) {
     static const int32_t index[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -10,8 +10,8 @@
  * array of uint16_t holds bfloat16 numbers, too.
  *
  * x has the shape (blocks, C, H, W, 16). A "source" is an input of a kernel. If its `mean` is NULL,
- * the source is `x`. Otherwise the source is max(0, (x - mean) * scale + beta) per channel,
- * computed when it is read and never stored. */
+ * the source is `x`. Otherwise the source is min(max((x - mean) * scale + beta, low), high) per
+ * channel, computed when it is read and never stored. */
 #ifndef MPIDL_H
 #define MPIDL_H
 
@@ -62,11 +62,12 @@ int64_t mpidl_fma_peak(int64_t iterations, float *result);
 void mpidl_moments(const value *x, double *rows, const int32_t *counts, int64_t blocks,
                    int64_t channels, int64_t pixels, const int64_t *tree);
 void mpidl_batchnorm(const value *x, const float *mean, const float *scale, const float *beta,
-                     value *y, int64_t relu, int64_t blocks, int64_t channels, int64_t pixels);
-/* scale and beta are NULL if no ReLU follows */
+                     float low, float high, value *y, int64_t blocks, int64_t channels,
+                     int64_t pixels);
+/* scale and beta are NULL if no activation follows */
 void mpidl_batchnorm_sums(const value *dy, const value *x, const float *mean, const float *scale,
-                          const float *beta, double *rows, int64_t blocks, int64_t channels,
-                          int64_t pixels, const int64_t *tree);
+                          const float *beta, float low, float high, double *rows, int64_t blocks,
+                          int64_t channels, int64_t pixels, const int64_t *tree);
 void mpidl_batchnorm_dx(const value *dy, const value *x, const float *mean, const float *a,
                         const float *b, const float *c, value *dx, const int32_t *counts,
                         int64_t blocks, int64_t channels, int64_t pixels);
@@ -106,12 +107,11 @@ void mpidl_prelu_dx(const value *dy, const value *x, const float *slope, int64_t
                     int64_t blocks, int64_t channels, int64_t pixels);
 void mpidl_prelu_products(const value *dy, const value *x, float *products, int64_t rows);
 
-/* join.c: y = a + b, followed by ReLU if `relu`. a and b are sources, but a ReLU follows the
- * normalization of a only if a_relu, and the normalization of b only if b_relu. */
+/* join.c: y = a + b, followed by ReLU if `relu`. a and b are sources. */
 void mpidl_add(const value *a, const float *a_mean, const float *a_scale, const float *a_beta,
-               int64_t a_relu, const value *b, const float *b_mean, const float *b_scale,
-               const float *b_beta, int64_t b_relu, value *y, int64_t relu, int64_t blocks,
-               int64_t channels, int64_t pixels);
+               float a_low, float a_high, const value *b, const float *b_mean, const float *b_scale,
+               const float *b_beta, float b_low, float b_high, value *y, int64_t relu,
+               int64_t blocks, int64_t channels, int64_t pixels);
 /* dz = dy where y > 0, else 0. If more_dy is not NULL, it is added to dy first. If a_sums (blocks,
  * 2C) is not NULL, it receives the mpidl_batchnorm_sums of dz and a. The same applies to b_sums and
  * b. */
@@ -123,8 +123,8 @@ void mpidl_add_relu_dx(const value *dy, const value *more_dy, const value *y, va
 /* concat.c: x has `channels` of the `all` channels of y, starting at channel `first` of y. In
  * mpidl_concat, x is a source. */
 void mpidl_concat(const value *x, const float *mean, const float *scale, const float *beta,
-                  value *y, int64_t blocks, int64_t channels, int64_t pixels, int64_t all,
-                  int64_t first);
+                  float low, float high, value *y, int64_t blocks, int64_t channels, int64_t pixels,
+                  int64_t all, int64_t first);
 void mpidl_split(const value *y, value *x, int64_t blocks, int64_t channels, int64_t pixels,
                  int64_t all, int64_t first);
 
@@ -153,32 +153,33 @@ void mpidl_norm_max_pool_relu_dx(const value *dy, const uint8_t *argmax, const v
  * NULL receives (count, mean, M2) of y, folded into the first rows. addend (shape of y) or NULL is
  * added to y. If relu, max(0, y) follows. */
 void mpidl_conv2d(const value *x, const float *mean, const float *scale, const float *beta,
-                  const float *weight, const float *bias, value *y, double *moments,
-                  const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
-                  int64_t tile, const value *addend, int64_t relu);
+                  float low, float high, const float *weight, const float *bias, value *y,
+                  double *moments, const int32_t *counts, int64_t blocks, const int64_t *shape,
+                  const int64_t *tree, int64_t tile, const value *addend, int64_t relu);
 /* dy is the gradient of y. If y_mean is not NULL, dy is the gradient of the activation of y, and
- * the gradient of y is a * dz + b * (y - mean) + c. If y_scale and y_beta are NULL, no ReLU follows
- * the normalization of y. dy_out is NULL or dy, and the function may store the gradient of y there.
- * dx may be NULL or dy. sums (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx. bias (C)
- * or NULL is added to dx. dweight or NULL has the shape (nodes, K * C/groups * R * S + K); the
- * gradient of the bias comes last. */
+ * the gradient of y is a * dz + b * (y - mean) + c. If y_scale and y_beta are NULL, no activation
+ * follows the normalization of y. dy_out is NULL or dy, and the function may store the gradient of
+ * y there. dx may be NULL or dy. sums (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx.
+ * bias (C) or NULL is added to dx. dweight or NULL has the shape (nodes, K * C/groups * R * S + K);
+ * the gradient of the bias comes last. */
 void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
-                           const float *y_scale, const float *y_beta, const float *a,
-                           const float *b, const float *c, const value *x, const float *mean,
-                           const float *scale, const float *beta, const float *weight,
-                           const float *bias, value *dy_out, value *dx, double *sums,
-                           float *dweight, int64_t nodes, const int32_t *counts, int64_t blocks,
-                           const int64_t *shape, const int64_t *tree, int64_t tile,
-                           int64_t dweight_tile);
+                           const float *y_scale, const float *y_beta, float y_low, float y_high,
+                           const float *a, const float *b, const float *c, const value *x,
+                           const float *mean, const float *scale, const float *beta, float low,
+                           float high, const float *weight, const float *bias, value *dy_out,
+                           value *dx, double *sums, float *dweight, int64_t nodes,
+                           const int32_t *counts, int64_t blocks, const int64_t *shape,
+                           const int64_t *tree, int64_t tile, int64_t dweight_tile);
 
 /* pool.c: shape is struct windows of pool.h. x is a source. If argmax is NULL, pooling takes the
  * mean. Otherwise it takes the maximum, and argmax (blocks, C, P, Q, 16) holds the position of the
  * maximum in each window. sums (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx. */
 void mpidl_pool2d(const value *x, const float *mean, const float *scale, const float *beta,
-                  value *y, uint8_t *argmax, int64_t blocks, const int64_t *shape);
+                  float low, float high, value *y, uint8_t *argmax, int64_t blocks,
+                  const int64_t *shape);
 void mpidl_pool2d_dx(const value *dy, const uint8_t *argmax, const value *x, const float *mean,
-                     const float *scale, const float *beta, value *dx, double *sums,
-                     int64_t blocks, const int64_t *shape, const int64_t *tree);
+                     const float *scale, const float *beta, float low, float high, value *dx,
+                     double *sums, int64_t blocks, const int64_t *shape, const int64_t *tree);
 
 /* pad.c: `channels` counts the channels of all blocks together; shape is struct geometry of pad.c
  */
@@ -280,23 +281,24 @@ void mpidl_trust(const int64_t *parameters, const float *decays, const float *co
  * features / channels pixels per channel. weight is (outputs, features), and dy and y are (blocks,
  * outputs, 16). nodes receives this rank's nodes of the gradient. */
 void mpidl_dense(const float *x, const float *mean, const float *scale, const float *beta,
-                 const float *weight, const float *bias, float *y, int64_t blocks,
-                 int64_t features, int64_t channels, int64_t outputs);
+                 float low, float high, const float *weight, const float *bias, float *y,
+                 int64_t blocks, int64_t features, int64_t channels, int64_t outputs);
 /* sums (blocks, 2 * channels) or NULL receives the mpidl_batchnorm_sums of dx; x is used only to
  * compute sums */
 void mpidl_dense_dx(const float *dy, const float *x, const float *mean, const float *scale,
-                    const float *beta, const float *weight, float *dx, double *sums,
-                    const int64_t *tree, int64_t features, int64_t channels, int64_t outputs);
+                    const float *beta, float low, float high, const float *weight, float *dx,
+                    double *sums, const int64_t *tree, int64_t features, int64_t channels,
+                    int64_t outputs);
 void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, const float *scale,
-                         const float *beta, float *nodes, const int64_t *tree, int64_t features,
-                         int64_t channels, int64_t outputs);
+                         const float *beta, float low, float high, float *nodes,
+                         const int64_t *tree, int64_t features, int64_t channels, int64_t outputs);
 void mpidl_dense_dbias(const float *dy, float *nodes, const int64_t *tree, int64_t outputs);
 /* Compute dx, its sums and dweight in one pass over x, for layers with few outputs. The results
  * equal those of mpidl_dense_dx and mpidl_dense_dweight bit for bit. */
 void mpidl_dense_backward(const float *dy, const float *x, const float *mean, const float *scale,
-                          const float *beta, const float *weight, float *dx, double *sums,
-                          float *nodes, const int64_t *tree, int64_t features, int64_t channels,
-                          int64_t outputs);
+                          const float *beta, float low, float high, const float *weight, float *dx,
+                          double *sums, float *nodes, const int64_t *tree, int64_t features,
+                          int64_t channels, int64_t outputs);
 
 /* images.c: convert pixels (images, C, H, W) to lanes (blocks, C, P, Q, 16), with zeros in unused
  * lanes. shape is struct crop of images.c. mirrored, top and left may be NULL, which means zeros.

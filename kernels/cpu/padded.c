@@ -1,5 +1,5 @@
 /* Copy blocks into padded scratch memory. The copy may compute an activation that is not stored, or
- * backpropagate a gradient through ReLU and batch normalization. */
+ * backpropagate a gradient through an activation and batch normalization. */
 #include "conv.h"
 
 static size_t size_of(enum form form) {
@@ -87,7 +87,8 @@ void copy_pixels(enum form form, void *to, int64_t item_channel, const struct so
     static const value nothing[LANES];
     int64_t channel = item_channel, odd_step = step, ahead = stride;
     const value *odd = x;
-    struct norm norms[2] = {{zero(), zero(), zero()}, {zero(), zero(), zero()}};
+    const struct norm none = {zero(), zero(), zero(), zero(), zero()};
+    struct norm norms[2] = {none, none};
     if (form == PAIRS) {
         const int64_t pairs = parts_of(group, 2), second = item_channel % pairs * 2 + 1;
         channel = item_channel / pairs * group + second - 1;
@@ -130,7 +131,7 @@ void fill_source(const struct padded *p, int64_t item_channel, const struct sour
 /* Compute the gradient of a row of y, see struct gradient. */
 INLINE void fill_row(const enum form form, char *to, const value *dy, const value *y,
                      const struct gradient *g, int64_t channel, int valid, int64_t pixels,
-                     int64_t ahead, const int has_relu) {
+                     int64_t ahead, const int is_activated) {
     const int64_t size = (int64_t)size_of(form);
     const struct norm n = norm_of(&g->y, channel);
     const vec a = splat(g->a[channel]), b = splat(g->b[channel]), c = splat(g->c[channel]);
@@ -140,7 +141,7 @@ INLINE void fill_row(const enum form form, char *to, const value *dy, const valu
         fetch(dy + ahead), fetch(y + ahead);
         for (int part = 0; part < PARTS; part++) {
             vec v = load(y + part * WIDTH), d = load(dy + part * WIDTH);
-            vec dz = has_relu ? relu_back(d, normalize(v, n)) : d;
+            vec dz = is_activated ? activate_back(d, normalize(v, n), n) : d;
             put(form, to + part * WIDTH * size,
                 keep(used[part], normalize_back(dz, v, n.mean, a, b, c)), zero());
         }

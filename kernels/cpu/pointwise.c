@@ -23,7 +23,7 @@ int is_pointwise_backward(const struct conv *c) {
 /* A pass, and how its pixels are divided. A row has `columns` adjacent output pixels; if the stride
  * is 1, the whole image is one row. */
 struct pass {
-    struct pointwise job;
+    struct arguments job;
     int64_t rows, columns, pixels;   /* sizes of the output */
     int64_t x_row, x_pixel;          /* strides in floats between the inputs of these pixels */
     int64_t band;                    /* maximum number of pixels in a band */
@@ -38,7 +38,7 @@ struct pass {
     struct leaves *leaves;           /* NULL if dweight is not needed */
 };
 
-static struct pass pass_of(const struct pointwise *job, int64_t channels) {
+static struct pass pass_of(const struct arguments *job, int64_t channels) {
     const struct conv *c = &job->c;
     struct pass pass = {.job = *job,
                         .rows = c->P,
@@ -133,7 +133,7 @@ static void multiply_band(const struct pass *pass, int64_t quad, int64_t outputs
 
 static void forward_block(const struct team *team, void *argument, int64_t block) {
     const struct pass *pass = argument;
-    const struct pointwise *job = &pass->job;
+    const struct arguments *job = &pass->job;
     const struct conv *c = &job->c;
     const int64_t channel = pass->pixels * LANES, bands = parts_of(pass->pixels, pass->band);
     const value *x = job->x.x + block * c->C * c->H * c->W * LANES;
@@ -155,7 +155,7 @@ static void forward_block(const struct team *team, void *argument, int64_t block
     if (job->rows) block_moments(team, c, y, job->rows, job->counts, block);
 }
 
-void pointwise_forward(const struct pointwise *job, int64_t blocks) {
+void pointwise_forward(const struct arguments *job, int64_t blocks) {
     const struct conv *c = &job->c;
     struct pass pass = pass_of(job, c->C);
     prepare(&pass, c->K, c->C, c->C, 1);
@@ -213,7 +213,7 @@ static void clear_channel(const struct pass *pass, int64_t ci, value *dx) {
 
 static void backward_block(const struct team *team, void *argument, int64_t block) {
     const struct pass *pass = argument;
-    const struct pointwise *job = &pass->job;
+    const struct arguments *job = &pass->job;
     const struct conv *c = &job->c;
     const int64_t bands = parts_of(pass->pixels, pass->band);
     const int64_t y_channel = pass->pixels * LANES, x_channel = c->H * c->W * LANES;
@@ -271,7 +271,7 @@ static void backward_block(const struct team *team, void *argument, int64_t bloc
     if (leaf) leaf_done(team, pass->leaves, block);
 }
 
-void pointwise_backward(const struct pointwise *job, int64_t blocks) {
+void pointwise_backward(const struct arguments *job, int64_t blocks) {
     const struct conv *c = &job->c;
     struct leaves leaves;
     struct pass pass = pass_of(job, job->dweight ? c->C + c->K : c->K);

@@ -8,28 +8,12 @@
 #define MPIDL_POINTWISE_H
 
 #include "conv.h"
-#include "fold.h"
-
-/* The arguments of a pass, as in mpidl.h. */
-struct pointwise {
-    struct conv c;
-    struct source x;
-    struct gradient dy;
-    const float *weight, *bias;
-    value *y, *dx;
-    struct finish finish;
-    double *rows; /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
-    const int32_t *counts;
-    float *dweight; /* NULL if not needed */
-    int64_t nodes;
-    const struct tree *tree;
-};
 
 /* Return whether these functions can compute a forward or a backward pass of this shape. */
 int is_pointwise(const struct conv *c);
 int is_pointwise_backward(const struct conv *c);
 
-void pointwise_forward(const struct pointwise *job, int64_t blocks);
-void pointwise_backward(const struct pointwise *job, int64_t blocks);
+void pointwise_forward(const struct arguments *job, int64_t blocks);
+void pointwise_backward(const struct arguments *job, int64_t blocks);
 
 #endif

@@ -137,18 +137,22 @@ static void pool_dx_tile(void *argument, int64_t tile, float *own) {
 }
 
 void mpidl_pool2d(const value *x, const float *mean, const float *scale, const float *beta,
-                  value *y, uint8_t *argmax, int64_t blocks, const int64_t *shape) {
+                  float low, float high, value *y, uint8_t *argmax, int64_t blocks,
+                  const int64_t *shape) {
     const struct windows *w = (const struct windows *)shape;
-    struct job job = {.windows = w, .source = {x, mean, scale, beta}, .y = y, .argmax = argmax};
+    struct job job = {.windows = w,
+                      .source = {x, mean, scale, beta, low, high},
+                      .y = y,
+                      .argmax = argmax};
     each_tile(blocks * w->C, pool_tile, &job, 0);
 }
 
 void mpidl_pool2d_dx(const value *dy, const uint8_t *argmax, const value *x, const float *mean,
-                     const float *scale, const float *beta, value *dx, double *sums,
-                     int64_t blocks, const int64_t *shape, const int64_t *tree) {
+                     const float *scale, const float *beta, float low, float high, value *dx,
+                     double *sums, int64_t blocks, const int64_t *shape, const int64_t *tree) {
     const struct windows *w = (const struct windows *)shape;
     struct job job = {.windows = w,
-                      .source = {x, mean, scale, beta},
+                      .source = {x, mean, scale, beta, low, high},
                       .dy = dy,
                       .dx = dx,
                       .argmax = (uint8_t *)(uintptr_t)argmax,

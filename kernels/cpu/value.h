@@ -137,6 +137,9 @@ INLINE float word_of(float even, float odd) {
 #define pointwise_forward pointwise_forward_bf16
 #define pointwise_backward pointwise_backward_bf16
 #define winograd_conv winograd_conv_bf16
+#define is_depthwise is_depthwise_bf16
+#define depthwise_forward depthwise_forward_bf16
+#define depthwise_backward depthwise_backward_bf16
 #endif
 
 #endif

@@ -1,11 +1,13 @@
 """Define activations that are computed when a backend reads them, and their gradients.
 
-If a ReLU follows a batch normalization, only the normalization's input is stored. Backends compute
-the activation while they read this input, which saves a pass over memory (see `mpidl.nn.fusion`).
+If a ReLU or a clip to a range follows a batch normalization, only the normalization's input is
+stored. Backends compute the activation while they read this input, which saves a pass over memory
+(see `mpidl.nn.fusion`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -15,13 +17,18 @@ from mpidl.core.blocks import Batch, Blocked, DeferredInput
 
 
 class NormalizedInput(DeferredInput):
-    """The operand from which a backend computes (x - mean) * scale + beta without a ReLU."""
+    """The operand from which a backend computes (x - mean) * scale + beta without limits."""
 
     __slots__ = ()
 
+    def __new__(
+        cls, x: np.ndarray, mean: np.ndarray, scale: np.ndarray, beta: np.ndarray
+    ) -> NormalizedInput:
+        return super().__new__(cls, x, mean, scale, beta, -math.inf, math.inf)
+
 
 class DeferredValue(Blocked):
-    """A batch normalization, perhaps with a ReLU, stored as the input of the normalization.
+    """A batch normalization, perhaps with an activation, stored as the input of the normalization.
 
     The property `raw` computes the value on each access and does not keep it.
 
@@ -66,17 +73,8 @@ class DeferredValue(Blocked):
         return self.like(self.raw)
 
 
-class DeferredNormalization(DeferredValue):
-    """A batch normalization stored as a `NormalizedInput`.
-
-    Additions normalize the stored input while they read it (see `addend`). Other ops read `raw`.
-    """
-
-    __slots__ = ()
-
-
 class DeferredActivation(DeferredValue):
-    """The ReLU of a batch normalization, stored as the input of the normalization.
+    """The ReLU or clip of a batch normalization, stored as the input of the normalization.
 
     Backends normalize while they read `source`.
     """
@@ -90,6 +88,15 @@ class DeferredActivation(DeferredValue):
     def reshape(self, image_shape: tuple[int, ...]) -> DeferredActivation:
         """Return a DeferredActivation with the same values and another image shape."""
         return DeferredActivation(self.deferred, self.batch, self.compute, image_shape)
+
+
+class DeferredNormalization(DeferredActivation):
+    """A batch normalization stored as a `NormalizedInput`.
+
+    Only additions (see `addend`) and, if the backend defers clips, convolutions may read `source`.
+    """
+
+    __slots__ = ()
 
 
 def readable(value: Blocked) -> np.ndarray | DeferredInput:
@@ -115,8 +122,8 @@ class GradientWithSums(Blocked):
     ----------
     sums
         A Partial of shape (2C,) and type float64: the sums of dz per channel, followed by the sums
-        of dz * (x - mean). dz is the cotangent where the activation is > 0, and 0 elsewhere; if
-        there is no ReLU, it is the cotangent.
+        of dz * (x - mean). dz is the cotangent where the normalized value is within the limits of
+        the activation, and 0 elsewhere; if there is no activation, it is the cotangent.
     is_shared
         Whether other cotangents use the same memory, so that no op may overwrite it.
     """

@@ -42,6 +42,7 @@ def gather(
     *,
     adapt: Callable[[str, Callable], Callable] | None = None,
     fuses_convolutions: bool = False,
+    defers_clips: bool = False,
     arrays_on_device: bool = False,
 ) -> Backend:
     """Return a Backend with the functions of these modules.
@@ -57,7 +58,7 @@ def gather(
         missing.
     adapt : callable, optional
         The backend has adapt(name, function) in place of each function.
-    fuses_convolutions, arrays_on_device : bool
+    fuses_convolutions, defers_clips, arrays_on_device : bool
         Capabilities of the backend; see `Backend`.
 
     Raises
@@ -80,5 +81,9 @@ def gather(
         if not hasattr(fallback, function):
             raise TypeError(f"backend {name}: no module defines {function}")
         functions[function] = getattr(fallback, function)
-    capabilities = {"fuses_convolutions": fuses_convolutions, "arrays_on_device": arrays_on_device}
+    capabilities = {
+        "fuses_convolutions": fuses_convolutions,
+        "defers_clips": defers_clips,
+        "arrays_on_device": arrays_on_device,
+    }
     return cast(Backend, _Functions(name=name, **capabilities, **functions))

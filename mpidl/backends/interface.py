@@ -40,6 +40,7 @@ labels
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -69,12 +70,15 @@ class Backend(TrainingFunctions, Protocol):
     fuses_convolutions : bool
         Whether the backend has the functions in FUSED, and `Readable` arguments may be a
         DeferredInput.
+    defers_clips : bool
+        Whether a DeferredInput may have other limits than those of a ReLU.
     arrays_on_device : bool
         Whether arrays are in device memory. If so, the backend lacks the functions in HOST.
     """
 
     name: str
     fuses_convolutions: bool
+    defers_clips: bool
     arrays_on_device: bool
 
     # conv
@@ -133,7 +137,7 @@ class Backend(TrainingFunctions, Protocol):
         activation_after : (DeferredInput of y, a, b, c), optional
             Backpropagate dy through ReLU and batch normalization first. The gradient of y is then
             a * dz + b * (y - mean) + c, where dz is dy if the activation is > 0, else 0. For a
-            NormalizedInput, which has no ReLU, dz is dy.
+            NormalizedInput, which has no limits, dz is dy.
         sums : bool
             Whether to compute the `activation_sums` of dx too. x must then be a DeferredInput.
         overwrite : bool
@@ -245,14 +249,25 @@ class Backend(TrainingFunctions, Protocol):
     def predict_scale(self, gamma: Vector, variance: Vector, epsilon: float) -> Vector:
         """Return gamma / sqrt(variance + epsilon), computed in float64."""
 
-    def source(self, y: Lanes, mean: Vector, scale: Vector, beta: Vector) -> Any:
-        """Return a DeferredInput for max(0, batchnorm(y, mean, scale, beta))."""
+    def source(
+        self,
+        y: Lanes,
+        mean: Vector,
+        scale: Vector,
+        beta: Vector,
+        low: float = 0.0,
+        high: float = math.inf,
+    ) -> Any:
+        """Return a DeferredInput for batchnorm(y, mean, scale, beta), limited to [low, high]."""
 
     def activation(self, source: Any) -> Lanes:
         """Compute the activation of a DeferredInput. The caller must not write to the result."""
 
     def activation_sums(self, dy: Lanes, source: Any, tree: Tree) -> Partial:
-        """Return the `batchnorm_sums` of source.x, with dy set to 0 where the activation is 0."""
+        """Return the `batchnorm_sums` of source.x, with dy set to 0 outside the limits.
+
+        The limits themselves are outside.
+        """
 
     # activation
 

@@ -8,6 +8,7 @@ tree by which values are summed over the mini-batch (see `fold`).
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, overload
 
@@ -251,12 +252,17 @@ def share(
 
 
 class DeferredInput(NamedTuple):
-    """The stored input of an activation max(0, (x - mean) * scale + beta) that backends compute."""
+    """The stored input of an activation that backends compute when they read it.
+
+    The activation is min(max((x - mean) * scale + beta, low), high), by default a ReLU.
+    """
 
     x: np.ndarray  # (blocks, C, ..., 16)
     mean: np.ndarray  # (C,), as are scale and beta
     scale: np.ndarray
     beta: np.ndarray
+    low: float = 0.0
+    high: float = math.inf
 
 
 class Blocked(Operators["Factor"]):

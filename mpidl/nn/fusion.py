@@ -2,10 +2,11 @@
 
 These runs of layers become one op:
 
-- Convolution, batch normalization and ReLU. The op stores only the convolution's output. Later ops
-  (convolution, pooling, dense) apply the normalization and the ReLU when they read that output.
-- Convolution and batch normalization, if only additions read the result. The op stores only the
-  convolution's output, which the additions normalize when they read it.
+- Convolution, batch normalization, and ReLU or, on a CPU, clip. The op stores only the
+  convolution's output. Later ops (convolution, pooling, dense) apply the normalization and the
+  activation when they read that output.
+- Convolution and batch normalization, if only additions and, on a CPU, convolutions read the
+  result. The op stores only the convolution's output, which they normalize when they read it.
 - The addition of two values and ReLU.
 - Convolution and ReLU, optionally with the addition of another value between them, as at the end
   of a residual block. The op applies the addition and the ReLU before it stores the result.
@@ -20,13 +21,15 @@ results.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpidl import backends, ops
 from mpidl.nn.layers import (
     Add,
     BatchNorm,
+    Clip,
     Conv2D,
     CrossChannelNorm,
     Layer,
@@ -36,39 +39,51 @@ from mpidl.nn.layers import (
 )
 from mpidl.nn.layers.base import Value
 
+Kinds: TypeAlias = tuple[tuple[type[Layer], ...], ...]  # the types of layers of some runs
 
-def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list[tuple[int, ...]]:
+
+def find_runs(
+    layers: Sequence[Layer], reads: Sequence[tuple[str, ...]], kinds: Kinds | None = None
+) -> list[tuple[int, ...]]:
     """Group the layers into runs, and return the indices of the layers of each run.
 
-    A layer that is not fused is a run of one layer.
+    A layer that is not fused is a run of one layer. `kinds` are the runs to look for, by default
+    all RUNS.
     """
+    kinds = RUNS if kinds is None else kinds
+    of_norms = {Add, Conv2D} if CLIPPED in kinds else {Add}
     readers: dict[str, list[Layer]] = collections.defaultdict(list)
     for layer, names in zip(layers, reads, strict=True):
         for name in names:
             readers[name].append(layer)
     runs, i = [], 0
     while i < len(layers):
-        count = next((len(run) for run in RUNS if _begins(run, layers[i:], reads[i:], readers)), 1)
+        count = next(
+            (len(run) for run in kinds if _begins(run, layers[i:], reads[i:], readers, of_norms)), 1
+        )
         runs.append(tuple(range(i, i + count)))
         i += count
     return runs
 
 
-RUNS = (
+CLIPPED = (Conv2D, BatchNorm, Clip)
+RUNS: Kinds = (
     (Conv2D, BatchNorm, ReLU),
+    CLIPPED,
     (Conv2D, Add, ReLU),
     (Conv2D, ReLU, CrossChannelNorm, MaxPool2D),
     (Conv2D, ReLU),
     (Conv2D, BatchNorm),
     (Add, ReLU),
 )
+WITHOUT_CLIPS = tuple(run for run in RUNS if run is not CLIPPED)
 
 
-def _begins(run, layers, reads, readers):
+def _begins(run, layers, reads, readers, of_norms):
     """Return whether the first layers have the types in `run` and can be fused.
 
     `reads` contains the names of the outputs that each layer reads, and `readers` the layers that
-    read each output.
+    read each output. `of_norms` are the types of layers that may read a batch normalization.
     """
     if tuple(type(layer) for layer in layers[: len(run)]) != run:
         return False
@@ -76,7 +91,7 @@ def _begins(run, layers, reads, readers):
         return False
     if run[-1] is BatchNorm:
         types = {type(layer) for layer in readers[layers[len(run) - 1].name]}
-        if types != {Add}:
+        if not types or not types <= of_norms:
             return False
     for before, layer, names in zip(layers, layers[1 : len(run)], reads[1:], strict=False):
         inputs = 2 if type(layer) is Add else 1
@@ -85,15 +100,25 @@ def _begins(run, layers, reads, readers):
     return True
 
 
+def _limits(layer):
+    """Return the range (low, high) of an activation's results, or None for another layer."""
+    if isinstance(layer, Clip):
+        return layer.low, layer.high
+    return (0.0, math.inf) if isinstance(layer, ReLU) else None
+
+
 def outer_reads(run: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """Return the names of the outputs of other runs that a run reads, in layer order."""
     names = {layer.name for layer in run}
     return tuple(name for layer_reads in reads for name in layer_reads if name not in names)
 
 
-def can_fuse(x: Any) -> bool:
-    """Return whether the backend of `x` supports the fused ops."""
-    return backends.of_value(x).fuses_convolutions
+def supported(x: Any) -> Kinds:
+    """Return the runs that the backend of `x` computes by one op."""
+    backend = backends.of_value(x)
+    if not backend.fuses_convolutions:
+        return ()
+    return RUNS if backend.defers_clips else WITHOUT_CLIPS
 
 
 def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerContext]) -> Value:
@@ -118,7 +143,7 @@ def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerCont
     if not isinstance(run[1], BatchNorm):
         return ops.conv2d_relu(x[0], weight, bias, *x[1:], **options)
     norm, norm_context = run[1], contexts[1]
-    options |= {"epsilon": norm.epsilon, "relu": isinstance(run[-1], ReLU)}
+    options |= {"epsilon": norm.epsilon, "limits": _limits(run[-1])}
     gamma, beta = norm_context["gamma"], norm_context["beta"]
     if not norm_context.training:
         mean, variance = norm.running(norm_context)

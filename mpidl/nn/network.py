@@ -16,7 +16,7 @@ from mpidl import ops
 from mpidl.core.blocks import Blocked, OneRank, from_images, share
 from mpidl.core.tape import Var, value_of
 from mpidl.matlab_names import missing_attribute
-from mpidl.nn import construction, editing, graph, placement, trained_images
+from mpidl.nn import construction, editing, fusion, graph, placement, trained_images
 from mpidl.nn.layers import Conv2D, Layer, LayerContext, Softmax
 from mpidl.nn.layers.base import Value
 from mpidl.nn.plan import Plan
@@ -625,7 +625,9 @@ class Network:
         set of str
             Names of layers.
         """
-        return {run.layers[0].name for run in self._plan.runs[self.fuse]}
+        fused = fusion.WITHOUT_CLIPS if self.on_device else fusion.RUNS
+        runs = self._plan.runs[fused if self.fuse else ()]
+        return {run.layers[0].name for run in runs}
 
     def analyze(self, batch_size: int = 128) -> Analysis:
         """Return an `Analysis` of the layers: shapes, learnables, memory and operations.

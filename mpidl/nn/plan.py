@@ -21,14 +21,14 @@ class Run(NamedTuple):
 
 
 class Plan:
-    """The runs of a network's layers, both with and without fused ops."""
+    """The runs of a network's layers, for each set of fused ops that a backend may have."""
 
     def __init__(self, layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> None:
-        self.runs: dict[bool, list[Run]] = {}
-        single = [(i,) for i in range(len(layers))]
-        for fused, numbers in ((True, fusion.find_runs(layers, reads)), (False, single)):
+        self.runs: dict[fusion.Kinds, list[Run]] = {}
+        for kinds in (fusion.RUNS, fusion.WITHOUT_CLIPS, ()):
+            numbers = fusion.find_runs(layers, reads, kinds)
             last_reads = graph.last_readers(reads, numbers)
-            self.runs[fused] = [
+            self.runs[kinds] = [
                 Run(
                     tuple(layers[i] for i in run),
                     fusion.outer_reads([layers[i] for i in run], [reads[i] for i in run]),
@@ -47,7 +47,7 @@ class Plan:
         the backend supports them.
         """
         outputs: dict[str, Any] = {graph.IMAGES: images}
-        for run in self.runs[fuse and fusion.can_fuse(images)]:
+        for run in self.runs[fusion.supported(images) if fuse else ()]:
             if name in outputs:
                 break
             contexts = [context_of(layer) for layer in run.layers]

@@ -1,4 +1,4 @@
-"""Batch normalization ops, some fused with the preceding convolution and the following ReLU.
+"""Batch normalization ops, some fused with the preceding convolution and the following activation.
 
 A Partial is a sum whose terms are not yet added up over the ranks.
 """
@@ -6,7 +6,7 @@ A Partial is a sum whose terms are not yet added up over the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from mpidl.ops import check
 from mpidl.ops.conv import conv2d_geometry
 
 __all__ = ["batchnorm", "batchnorm_predict"]
+
+Limits: TypeAlias = tuple[float, float]  # the range of an activation's results
 
 
 class Statistics(NamedTuple):
@@ -228,21 +230,22 @@ def conv2d_batchnorm(
     epsilon: float = 1e-5,
     scope: str = "global",
     record: Callable[[Any, Any], None] | None = None,
-    relu: bool = False,
+    limits: Limits | None = None,
     **options: Any,
 ) -> WithVjp[Blocked]:
-    """Return batchnorm(conv2d(x, weight, bias), gamma, beta), followed by a ReLU if `relu`.
+    """Return batchnorm(conv2d(x, weight, bias), gamma, beta), clipped to `limits` if given.
 
-    The result has the same bytes as the result of separate ops. The other arguments are as in
-    `conv2d` (`options`) and `batchnorm`. The backend's attribute `fuses_convolutions` must be True.
+    The limits of a ReLU are 0 and infinity; other limits need a backend whose `defers_clips` is
+    True. The result has the same bytes as the result of separate ops. The other arguments are as in
+    `conv2d` (`options`) and `batchnorm`. The backend's `fuses_convolutions` must be True.
 
     Notes
     -----
     Only the output of the convolution is stored. Later ops normalize this output while they read
     it. The forward pass reads each block of 16 images once, to compute the activation of the input,
     the convolution and the moments. The backward pass also reads each block once. It computes the
-    gradient through ReLU and batch normalization, the gradients of weight, bias and x, and the sums
-    for the preceding batch normalization.
+    gradient through the activation and the batch normalization, the gradients of weight, bias and
+    x, and the sums for the preceding batch normalization.
     """
     geometry = conv2d_geometry(x, weight, bias, **options)
     _check("conv2d_batchnorm", len(weight), gamma, beta, scope, x.shape)
@@ -250,12 +253,12 @@ def conv2d_batchnorm(
     counts, tree = batch.counts(), batch.tree
     y, moments = backend.conv2d_moments(x.source, weight, bias, geometry, counts, tree)
     s = _statistics(backend, moments, batch, gamma, epsilon, scope, record)
-    value = _deferred(backend, batch, y, s.shift, s.scale, beta, relu)
+    value = _deferred(backend, batch, y, s.shift, s.scale, beta, limits)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         if isinstance(dy, GradientWithSums):
             sums = dy.sums
-        elif relu:
+        elif limits:
             sums = backend.activation_sums(dy.raw, value.deferred, tree)
         else:
             sums = backend.batchnorm_sums(dy.raw, y, s.shift, tree)
@@ -267,17 +270,18 @@ def conv2d_batchnorm(
 
 
 def _deferred(
-    backend: Backend, batch: Batch, y: Any, mean: Any, scale: Any, beta: Any, relu: bool
+    backend: Backend, batch: Batch, y: Any, mean: Any, scale: Any, beta: Any, limits: Limits | None
 ) -> DeferredValue:
-    """Return the normalization of y, followed by ReLU if `relu`, as a value that is not stored."""
-    source: DeferredInput = backend.source(y, mean, scale, beta)
-    if relu:
+    """Return the normalization of y, clipped to `limits`, as a value that is not stored."""
+    if limits:
+        source = backend.source(y, mean, scale, beta, *limits)
         return DeferredActivation(source, batch, backend.activation)
 
     def compute(operand: DeferredInput) -> Any:
-        return backend.batchnorm(*operand)
+        return backend.batchnorm(*operand[:4])
 
-    return DeferredNormalization(NormalizedInput(*source), batch, compute)
+    operand = NormalizedInput(*backend.source(y, mean, scale, beta)[:4])
+    return DeferredNormalization(operand, batch, compute)
 
 
 def _conv2d_backward(
@@ -330,7 +334,7 @@ def conv2d_batchnorm_predict(
     beta: Array,
     *,
     epsilon: float = 1e-5,
-    relu: bool = False,
+    limits: Limits | None = None,
     **options: Any,
 ) -> WithVjp[Blocked]:
     """Compute `conv2d_batchnorm` with the running mean and variance.
@@ -342,7 +346,7 @@ def conv2d_batchnorm_predict(
     backend = backends.of_value(x)
     y = backend.conv2d(x.source, weight, bias, geometry)
     scale = backend.predict_scale(gamma, variance, epsilon)
-    value = _deferred(backend, x.batch, y, mean, scale, beta, relu)
+    value = _deferred(backend, x.batch, y, mean, scale, beta, limits)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         _refuse_learnables(needs[3:])

@@ -5,6 +5,7 @@ choose some algorithms by size.
 """
 
 import functools
+import math
 
 import numpy as np
 from conformance import (
@@ -83,14 +84,24 @@ LARGE_CONVOLUTIONS = {
     "large 8x8 by 2": ((5, 20, 17), (16, 8, 8), (2, 2), ((3, 2), (3, 4)), UNIT, 1),
     "large 5x5 by 3": ((11, 31, 29), (33, 5, 5), (3, 3), ((2, 1), (1, 2)), UNIT, 1),
     "spread 5x5": ((20, 12, 11), (32, 5, 5), UNIT, ((4, 4), (4, 4)), (2, 2), 1),
+    "depthwise 3x3": ((5, 13, 17), (5, 3, 3), UNIT, PADDING_1, UNIT, 5),
+    "depthwise 3x3 by 2": ((3, 20, 21), (3, 3, 3), (2, 2), PADDING_1, UNIT, 3),
+    "depthwise 5x5": ((4, 9, 10), (4, 5, 5), UNIT, ((2, 2), (1, 4)), UNIT, 4),
+    "depthwise 5x5 by 2": ((3, 12, 15), (3, 5, 5), (2, 2), ((3, 0), (2, 1)), UNIT, 3),
+    "depthwise of several bands": ((2, 25, 70), (2, 3, 3), UNIT, ((0, 3), (2, 0)), UNIT, 2),
+    "depthwise by 3 and 2": ((2, 11, 9), (2, 3, 3), (3, 2), ((3, 4), (4, 5)), UNIT, 2),
+    "spread depthwise": ((3, 9, 8), (3, 3, 3), UNIT, ((2, 2), (2, 2)), (2, 2), 3),
 }
+DEPTHWISE = tuple(label for label in LARGE_CONVOLUTIONS if "depthwise" in label)
 # other cases than 3x3 filters at stride 1 that Winograd's algorithm computes
 BY_WINOGRAD = ("large 5x5", "large 5x5 of two groups", "large 5x5 by 2", "large 11x11 by 4")
 BY_WINOGRAD += ("many 3x3 by 2", "many 3x3 by 2 of two groups", "many 4x4 by 2", "large 7x7 by 2")
 BY_WINOGRAD += ("large 8x8 by 2", "large 5x5 by 3")
 FUSED_ON_CPU = ("digits 2", "cifar 1", "cifar 9", "odd channels", "16 channels a group")
 FUSED_ON_CPU += ("large 1x1", "1x1 of several bands", "large 1x1 by 2", "large 3x3 by 2")
-FUSED_ON_CPU += BY_WINOGRAD
+FUSED_ON_CPU += BY_WINOGRAD + DEPTHWISE
+RELU, CLIP = (0.0, math.inf), (-0.25, 0.75)  # limits of activations before and after a convolution
+CLIPPED = ("cifar 9", "large 1x1", "1x1 of several bands", "large 3x3 by 2", *DEPTHWISE[:3])
 WINOGRAD = ({"winograd": "fast"}, {"winograd": "auto"}, {"winograd": "off"})
 ON_GPU = ({"precision": "fp32", "direct": False}, {"precision": "fp32", "direct": True})
 
@@ -138,8 +149,17 @@ def with_sums(backend, outputs, a):
 
 
 def separate_activation_sums(backend, dy, source, tree):
-    active = backend.relu(backend.batchnorm(*source))
-    return backend.batchnorm_sums(backend.relu_dx(dy, active), *source[:2], tree)
+    dz = activation_back(backend, dy, source)
+    return backend.batchnorm_sums(dz, *source[:2], tree)
+
+
+def activation_back(backend, dy, source):
+    """Return the gradient of a DeferredInput's activation, computed by separate functions."""
+    value = backend.batchnorm(*source[:4])
+    if source.high == math.inf:
+        return backend.relu_dx(dy, backend.relu(value))
+    clipped = backend.elementwise("clip_range", value, source.low, source.high)
+    return backend.elementwise_dx("clip_range", dy, clipped, source.low, source.high)
 
 
 def moments_after(backend, a):
@@ -159,9 +179,9 @@ BETWEEN = ("x", "weight", "geometry", "counts", "tree")
 
 def through_activations(backend, a):
     """Call conv2d_backward with an activation after it, a deferred input, and the sums of dx."""
-    source = backend.source(a["y"], *a["after"])
-    if not a.get("relu", True):
-        source = NormalizedInput(*source)
+    source = backend.source(a["y"], *a["after"], *(a["limits"] or RELU))
+    if not a["limits"]:
+        source = NormalizedInput(*source[:4])
     return backend.conv2d_backward(
         *(a["dy"], *(a[name] for name in BETWEEN), a.get("needs", ALL)),
         activation_after=(source, *a["factors"]),
@@ -172,8 +192,8 @@ def through_activations(backend, a):
 
 def through_activations_separately(backend, a):
     dz = a["dy"]
-    if a.get("relu", True):
-        dz = backend.relu_dx(dz, backend.relu(backend.batchnorm(a["y"], *a["after"])))
+    if a["limits"]:
+        dz = activation_back(backend, dz, backend.source(a["y"], *a["after"], *a["limits"]))
     dy = backend.batchnorm_dx(dz, a["y"], a["after"][0], *a["factors"], a["counts"])
     gradients = backend.conv2d_backward(dy, *(a[name] for name in BETWEEN), ALL)
     return with_sums(backend, gradients, a)
@@ -185,11 +205,13 @@ def fused_convolution(label, shape, backends=("cpu", "gpu")):
     weight = filters(k, image[0] // geometry[3], r, s)
     y = shapes.conv2d_shape(image, weight.shape, *geometry[:3])
     shared = {"weight": weight, "geometry": shapes.Geometry(*geometry)}
-    forward = {"x": deferred(*image), "bias": vector(k)} | shared
+    limits = CLIP if label in CLIPPED else RELU
+    forward = {"x": deferred(*image, limits=limits), "bias": vector(k)} | shared
     backward = shared | {
         "dy": cotangent(*y),
-        "x": deferred(*image),
+        "x": deferred(*image, limits=limits),
         "y": lanes(*y),
+        "limits": limits,
         "after": [vector(k, low=-0.5, high=0.5)] * 3,
         "factors": [vector(k, low=-0.5, high=0.5)] * 3,
     }
@@ -211,7 +233,7 @@ def fused_convolution(label, shape, backends=("cpu", "gpu")):
     yield Case(
         "conv2d_backward",
         f"{label}, before a normalization",
-        backward | {"relu": False},
+        backward | {"limits": None},
         backward_bound,
         call=through_activations,
         oracle=through_activations_separately,
@@ -296,12 +318,16 @@ def batch_normalization(shape):
         *("activation", label, {"source": deferred(*shape)}, 1e-6),
         oracle=lambda backend, a: a["source"],
     )
-    yield Case(
-        *("activation_sums", label, {"dy": dy, "source": deferred(*shape)}, 1e-6),
-        oracle=lambda backend, a: separate_activation_sums(
-            backend, a["dy"], a["sources"]["source"], a["tree"]
-        ),
-    )
+    for limits, backends in ((RELU, ("cpu", "gpu")), (CLIP, CPU)):
+        source = deferred(*shape, limits=limits)
+        name = label if limits is RELU else f"{label}, clip"
+        yield Case(
+            *("activation_sums", name, {"dy": dy, "source": source}, 1e-6),
+            oracle=lambda backend, a: separate_activation_sums(
+                backend, a["dy"], a["sources"]["source"], a["tree"]
+            ),
+            backends=backends,
+        )
     yield Case("relu", label, {"x": x}, 0)
     # All numbers are equal, but the signs of zeros may differ.
     yield Case("relu_dx", label, {"dy": dy, "y": x}, 1e-9, elementwise=True)

@@ -51,6 +51,82 @@ def varied(input_shape, classes):
     ]
 
 
+def bottlenecks(input_shape, classes):
+    """Return a small residual network with 1x1 convolutions before and after its 3x3 filters."""
+    layers = [
+        dl.Conv2D(7, 16, stride=2, padding=3),
+        dl.BatchNorm(),
+        dl.ReLU(),
+        dl.MaxPool2D(3, stride=2, padding=1, name="stem"),
+    ]
+    before = "stem"
+    for name, filters, stride in (("first", 32, 1), ("second", 32, 1), ("third", 48, 2)):
+        layers += [
+            dl.Conv2D(1, filters // 4),
+            dl.BatchNorm(),
+            dl.ReLU(),
+            dl.Conv2D(3, filters // 4, stride=stride, padding=1),
+            dl.BatchNorm(),
+            dl.ReLU(),
+            dl.Conv2D(1, filters),
+            dl.BatchNorm(name=f"{name}_norm"),
+        ]
+        shortcut = before
+        if name != "second":
+            shortcut, projection = f"{name}_shortcut", dl.Conv2D(1, filters, stride=stride)
+            projection.after = before
+            layers += [projection, dl.BatchNorm(name=shortcut)]
+        layers += [dl.Add(inputs=(f"{name}_norm", shortcut)), dl.ReLU(name=name)]
+        before = name
+    return [*layers, dl.GlobalAveragePool2D(), dl.Dense(classes)]
+
+
+def inverted(input_shape, classes):
+    """Return a small network with depthwise convolutions between 1x1 convolutions."""
+    layers = [dl.Conv2D(3, 16, stride=2, padding=1), dl.BatchNorm(), dl.Clip(0, 6, name="stem")]
+    before = "stem"
+    for name, hidden, stride in (("first", 48, 1), ("second", 64, 2), ("third", 33, 1)):
+        layers += [
+            dl.Conv2D(1, hidden),
+            dl.BatchNorm(),
+            dl.Clip(0, 6),
+            dl.Conv2D(3, hidden, stride=stride, padding=1, groups=hidden),
+            dl.BatchNorm(),
+            dl.Clip(0, 6),
+            dl.Conv2D(1, 16),
+            dl.BatchNorm(name=f"{name}_norm"),
+        ]
+        if stride == 1:
+            layers.append(dl.Add(inputs=(f"{name}_norm", before), name=name))
+        before = name if stride == 1 else f"{name}_norm"
+    return [*layers, dl.GlobalAveragePool2D(), dl.Dense(classes)]
+
+
+def alexnet(input_shape, classes):
+    """Return a small network with the kinds of layers of AlexNet."""
+    return [
+        dl.Conv2D(11, 24, stride=4, padding=4),
+        dl.ReLU(),
+        dl.CrossChannelNorm(5),
+        dl.MaxPool2D(3, stride=2, padding=1),
+        dl.Conv2D(5, 32, padding=2, groups=2),
+        dl.ReLU(),
+        dl.CrossChannelNorm(5),
+        dl.MaxPool2D(2),
+        dl.Conv2D(3, 33, padding=1),
+        dl.ReLU(),
+        dl.Dense(65),
+        dl.ReLU(),
+        dl.Dropout(0.5),
+        dl.Dense(classes),
+    ]
+
+
+def unet(input_shape, classes):
+    """Return a small U-Net, whose outputs are scores of each pixel."""
+    return dl.nn.zoo.unet(input_shape, classes, depth=2).layers
+
+
 def wide(input_shape, classes):
     """Return a network without batch normalization, so that images do not affect each other."""
     return [dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(classes)]

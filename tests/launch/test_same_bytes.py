@@ -1,9 +1,16 @@
 """Test that weights, losses and predictions have the same bytes on any number of ranks."""
 
+import json
+from pathlib import Path
+
 import jobs
+import launcher
 import pool
 import pytest
-from cpu_builds import BUILDS, FUSED_BUILDS
+from building import kernels
+from cpu_builds import BUILDS, FUSED_BUILDS, needs_kernels
+
+from mpidl.backends.cpu.builds import has_native_bf16
 
 PLAIN = """
 import sys
@@ -104,6 +111,65 @@ def test_weights_of_networks(network, images, cases, options, request, tmp_path)
     jobs.assert_same_weights(hashes)
     for (ranks, threads), weights in hashes.items():
         assert jobs.rehash(tmp_path / f"{ranks}-{threads}" / "model.h5") == weights
+
+
+NARROW = Path(__file__).with_name("narrow.py")
+NETWORKS = ("digits", "cifar", "bottlenecks", "inverted", "alexnet", "unet")
+QUICK = ("bottlenecks", "inverted")
+
+
+def narrow_hashes(ranks, folder, names, build_names, threads, iterations=5, **env):
+    """Train networks in bfloat16; return {network: hashes, one per build and number of threads}."""
+    lists = (",".join(map(str, items)) for items in (names, build_names, threads))
+    words = NARROW, *lists, iterations, folder
+    if env:  # the pool has read its environment
+        result = launcher.mpirun(ranks, *words, env=jobs.without_plots() | env, check=0)
+    else:
+        result = pool.run(ranks, *words, check=0)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "names, ranks",
+    [
+        (QUICK, 3),
+        *(pytest.param(NETWORKS, ranks, marks=SLOW) for ranks in (1, 2, 3, 7)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else f"{len(value)} networks",
+)
+def test_weights_in_bf16(names, ranks, tmp_path):
+    """All builds with fused multiply-adds give one hash, on any numbers of ranks and threads.
+
+    The other runs stop after two iterations, and another number of ranks resumes them.
+    """
+    native, emulating = FUSED_BUILDS[0], FUSED_BUILDS if len(names) > 2 else FUSED_BUILDS[-1:]
+    expected = narrow_hashes(1, tmp_path / "one", names, [native], [1])
+    narrow_hashes(ranks, tmp_path / "stopped", names, emulating, [1, 2], iterations=2)
+    hashes = narrow_hashes(ranks % 3 + 1, tmp_path / "stopped", names, emulating, [1, 2])
+    for name in names:
+        jobs.assert_same_weights(dict(enumerate(expected[name] + hashes[name])))
+
+
+@needs_kernels
+@pytest.mark.skipif(
+    not has_native_bf16(BUILDS[0]), reason="no AVX512_BF16: no build has native products in bf16"
+)
+@SLOW
+def test_negative_control_order_of_products(tmp_path):
+    """Kernels that add the even product of each pair first have another hash."""
+    build, names = FUSED_BUILDS[-1], ["bottlenecks"]
+    failed = kernels.compile_builds([build], tmp_path, kernels.find_compiler(), ["-DODD_FIRST=0"])
+    assert {name: error.output for name, error in failed.items()} == {}
+    native = narrow_hashes(1, tmp_path / "native", names, [BUILDS[0]], [1])
+    swapped = narrow_hashes(
+        *(1, tmp_path / "swapped", names, [build], [1]),
+        MPIDL_KERNELS=str(tmp_path),
+        MPIDL_CPU=build,
+    )
+    hashes = {"native": native["bottlenecks"][0], "even first": swapped["bottlenecks"][0]}
+    with pytest.raises(AssertionError, match="depend on the ranks"):
+        jobs.assert_same_weights(hashes)
 
 
 def test_predict(runs, pictures, tmp_path):

@@ -55,6 +55,19 @@ LAYERS = {
         *(dl.Conv2D(1, 32), dl.BatchNorm(name="m"), dl.Add(inputs=("m", "joined")), dl.ReLU()),
         dl.Dense(3),
     ],
+    "clips": [
+        *(dl.Conv2D(3, 8, padding=1, name="c"), dl.BatchNorm(), dl.Clip(0, 1.5, name="a")),
+        *(dl.Conv2D(3, 8, padding=1, groups=8), dl.BatchNorm(), dl.Clip(-0.5, 1, name="b")),
+        *(dl.MaxPool2D(2), dl.Conv2D(5, 8, padding=1, stride=2, groups=8, bias=False)),
+        *(dl.BatchNorm(), dl.Clip(0, 6), dl.Conv2D(1, 4), dl.BatchNorm(), dl.Clip(0.1, 2)),
+        *(dl.Dense(5), dl.Clip(0, 6, name="d")),
+        *(dl.Conv2D(3, 8, after="a"), dl.BatchNorm(), dl.Clip(-1, 1, name="e")),
+        *(dl.Conv2D(1, 3), dl.BatchNorm(name="n"), dl.Conv2D(3, 3, padding=1, groups=3)),
+        *(dl.BatchNorm(name="m"), dl.Add(inputs=("n", "m")), dl.Conv2D(1, 4), dl.BatchNorm()),
+        *(dl.Conv2D(1, 2, name="h"), dl.Concat(inputs=("e", "h")), dl.AveragePool2D(2)),
+        dl.Dense(5, name="f"),
+        *(dl.Add(inputs=("d", "f")), dl.Dense(3)),
+    ],
     "read by layers that store": [
         *conv_norm_relu(3, 6),
         *(dl.ReLU(), dl.BatchNorm(), dl.Conv2D(3, 6), dl.ReLU()),
@@ -177,7 +190,7 @@ def branches(fused):
     def loss(p, images, labels):
         arguments = images, p["w1"], p["b1"], p["gamma"], p["beta"]
         if fused:
-            a = ops.conv2d_batchnorm(*arguments, padding=1, relu=True)
+            a = ops.conv2d_batchnorm(*arguments, padding=1, limits=(0.0, np.inf))
         else:
             a = dl.relu(dl.batchnorm(dl.conv2d(*arguments[:3], padding=1), *arguments[3:]))
         b = dl.conv2d(a, p["w2"], p["b2"], padding=1)

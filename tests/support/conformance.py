@@ -42,8 +42,8 @@ class Draw(NamedTuple):
     """An argument that is drawn at random.
 
     kind: "lanes" (a value per image), "deferred" (lanes that are the input of an activation),
-    "normalized" (the same without ReLU), "images" (an entry per image), "samples" (sample numbers),
-    "filters" (weights of images) or "plain".
+    "normalized" (the same without limits), "images" (an entry per image), "samples" (sample
+    numbers), "filters" (weights of images) or "plain".
     """
 
     kind: str
@@ -56,6 +56,7 @@ class Draw(NamedTuple):
     flattened: bool = False  # image axes of lanes are flattened
     rounded: bool = False  # positive numbers are rounded to integers, so many are equal
     special: bool = False  # contains NaN and infinities
+    limits: tuple = (0.0, math.inf)  # of the activation of deferred lanes
 
 
 def lanes(*shape, **options):
@@ -188,15 +189,16 @@ def drawn(name, draw, blocks, last):
     if draw.kind in ("deferred", "normalized"):
         mean, scale, beta = rng.uniform((-0.5, 0.5, -1), (0.5, 2, 1), (draw.shape[0], 3)).T
         vectors = (np.ascontiguousarray(v, np.float32) for v in (mean, scale, beta))
-        return (DeferredInput if draw.kind == "deferred" else NormalizedInput)(value, *vectors)
+        if draw.kind == "deferred":
+            return DeferredInput(value, *vectors, *draw.limits)
+        return NormalizedInput(value, *vectors)
     return value
 
 
 def part(draw, value, owned):
     """Return a copy of the part of an argument that belongs to a share."""
     if isinstance(value, DeferredInput):
-        x, *vectors = value
-        return type(value)(x[owned.first : owned.stop].copy(), *map(np.copy, vectors))
+        return changed(np.copy, value._replace(x=value.x[owned.first : owned.stop]))
     if draw.kind == "lanes":
         return value[owned.first : owned.stop].copy()
     if draw.kind in ("images", "samples"):
@@ -209,9 +211,10 @@ def placed(backend, draw, value, double):
     if draw.flattened and not isinstance(value, DeferredInput):
         return flattened(placed(backend, draw._replace(flattened=False), value, double))
     if isinstance(value, DeferredInput):
-        parts = zip(("lanes", "plain", "plain", "plain"), value, strict=True)
-        operand = backend.source(*(placed(backend, Draw(kind), v, double) for kind, v in parts))
-        return operand if draw.kind == "deferred" else NormalizedInput(*operand)
+        parts = zip(("lanes", "plain", "plain", "plain"), value[:4], strict=True)
+        arrays = [placed(backend, Draw(kind), v, double) for kind, v in parts]
+        operand = backend.source(*arrays, value.low, value.high)
+        return operand if draw.kind == "deferred" else NormalizedInput(*operand[:4])
     if backend is GPU:
         if draw.kind == "samples":
             value = value.astype(np.int32)
@@ -224,8 +227,11 @@ def placed(backend, draw, value, double):
 
 def stored_activation(backend, draw, source):
     """Return the activation of a DeferredInput as lanes, computed by separate functions."""
-    active = backend.batchnorm(*source)
-    active = active if isinstance(source, NormalizedInput) else backend.relu(active)
+    active = backend.batchnorm(*source[:4])
+    if source.high < math.inf:
+        active = backend.elementwise("clip_range", active, source.low, source.high)
+    elif not isinstance(source, NormalizedInput):
+        active = backend.relu(active)
     return flattened(active) if draw.flattened else active
 
 
@@ -235,7 +241,7 @@ def flattened(value):
 
 def changed(change, value):
     if isinstance(value, DeferredInput):
-        return value._make(map(change, value))
+        return value._make((*map(change, value[:4]), value.low, value.high))
     return change(value)
 
 

@@ -1,10 +1,19 @@
 """Compute batch normalization and its gradient with the C kernels."""
 
+import math
+
 import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
-from mpidl.backends.cpu.call import as_type, partial_of_rows, per_channel, source_of, tree_of
+from mpidl.backends.cpu.call import (
+    NO_NORM,
+    as_type,
+    partial_of_rows,
+    per_channel,
+    source_of,
+    tree_of,
+)
 from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.fold import Counter, merge_moments
 
@@ -35,33 +44,29 @@ def moments(x, counts, tree):
 
 
 def batchnorm(x, mean, scale, beta):
-    source = [np.ascontiguousarray(x), *map(per_channel, (mean, scale, beta))]
-    y = arenas.empty(x.shape, x.dtype)
-    kernels().batchnorm(*source, y, 0, *sizes(x))
-    return y
+    return activation(source(x, mean, scale, beta, -math.inf, math.inf))
 
 
 def activation(source):
-    x, mean, scale, beta = source_of(source)
+    x, *norm = source_of(source)
     y = arenas.empty(x.shape, x.dtype)
-    kernels().batchnorm(x, mean, scale, beta, y, 1, *sizes(x))
+    kernels().batchnorm(x, *norm, y, *sizes(x))
     return y
 
 
 def batchnorm_sums(dy, x, mean, tree):
-    return _sums(dy, np.ascontiguousarray(x), per_channel(mean), None, None, tree)
+    return _sums(dy, (np.ascontiguousarray(x), per_channel(mean), *NO_NORM[1:]), tree)
 
 
 def activation_sums(dy, source, tree):
-    x, mean, scale, beta = source_of(source)
-    return _sums(dy, x, mean, scale, beta, tree)
+    return _sums(dy, source_of(source), tree)
 
 
-def _sums(dy, x, mean, scale, beta, tree):
-    blocks, channels, pixels = sizes(x)
+def _sums(dy, source, tree):
+    blocks, channels, pixels = sizes(source[0])
     rows = arenas.empty((blocks, 2 * channels), np.float64)
     geometry = blocks, channels, pixels, tree_of(tree)
-    kernels().batchnorm_sums(np.ascontiguousarray(dy), x, mean, scale, beta, rows, *geometry)
+    kernels().batchnorm_sums(np.ascontiguousarray(dy), *source, rows, *geometry)
     return partial_of_rows(rows, tree)
 
 
@@ -107,5 +112,5 @@ def predict_scale(gamma, variance, epsilon):
     return scale
 
 
-def source(y, mean, scale, beta):
-    return DeferredInput(y, *map(per_channel, (mean, scale, beta)))
+def source(y, mean, scale, beta, low=0.0, high=math.inf):
+    return DeferredInput(y, per_channel(mean), per_channel(scale), per_channel(beta), low, high)

@@ -11,6 +11,8 @@ from mpidl.core.blocks import DeferredInput
 from mpidl.core.fold import Partial, Term, add
 from mpidl.core.values import BF16
 
+NO_NORM = None, None, None, 0.0, 0.0  # the fields of `struct source` that follow x
+
 
 @functools.lru_cache(maxsize=256)
 def tree_of(tree):
@@ -43,13 +45,13 @@ def widened(x):
 
 
 def source_of(x):
-    """Convert a DeferredInput or an array to the fields x, mean, scale and beta of `struct source`.
+    """Convert a DeferredInput or an array to the fields of `struct source` of activation.h.
 
-    For an array, the last three fields are None.
+    The fields are x, mean, scale, beta, low and high. For an array, only x is used.
     """
     if isinstance(x, DeferredInput):
-        return tuple(np.ascontiguousarray(v) for v in x)
-    return np.ascontiguousarray(x), None, None, None
+        return *(np.ascontiguousarray(v) for v in x[:4]), x.low, x.high
+    return np.ascontiguousarray(x), *NO_NORM
 
 
 def per_channel(vector):

@@ -9,6 +9,7 @@ from mpidl.backends import settings, shapes
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import (
+    NO_NORM,
     as_type,
     nodes_of,
     operand,
@@ -22,6 +23,7 @@ from mpidl.core.blocks import LANES
 from mpidl.core.fold import Partial, Term, add, merge_moments
 from mpidl.core.values import BF16
 
+NOTHING_AFTER = None, *NO_NORM, None, None, None  # y, its activation, and a, b, c
 SAVING = 8  # minimum number of channels for Winograd's algorithm; forward passes may need more
 FEW, MANY_5X5 = 16, 32  # minimum numbers of outputs in forward passes with "auto"
 # The tiles of forward passes with "auto". For each side of the filter at stride 1: the minimum
@@ -144,11 +146,11 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy, narr
     large tile may extend beyond a small output. Direct sums in bfloat16 are faster than 2x2 and 4x4
     filters at stride 1, and than dx by phases.
 
-    Gradients with fewer than SAVING channels, and outputs smaller than a tile, use direct sums. So
-    do strided convolutions of sums with fewer than MANY_TERMS terms, or with more than 1 / WORTH of
-    the products of direct sums. In these cases, the transforms would cost more than they save. With
-    "auto", forward passes with fewer than FEW outputs, or MANY_5X5 outputs with 5x5 filters, use
-    direct sums, too.
+    Filters from one channel to one channel, gradients with fewer than SAVING channels, and outputs
+    smaller than a tile use direct sums. So do strided convolutions of sums with fewer than
+    MANY_TERMS terms, or with more than 1 / WORTH of the products of direct sums. In these cases,
+    the transforms would cost more than they save. With "auto", forward passes with fewer than FEW
+    outputs, or MANY_5X5 outputs with 5x5 filters, use direct sums, too.
 
     References
     ----------
@@ -160,7 +162,7 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy, narr
     fits = r == s and stride == (step, step) and dilation == (1, 1)
     fits = fits and side in ((3, 5) if step == 1 or narrow else ACCURATE)
     sides = [v for pair in padding for v in pair]
-    if policy == "off" or not fits or max(sides) >= r or min(output[1:]) < 4:
+    if policy == "off" or not fits or max(sides) >= r or min(output[1:]) < 4 or c == k == 1:
         return 0, 0, 0
     fast, enough = policy == "fast", min(c * step**2, k) >= SAVING
     enough = enough and (step == 1 or c * r * r >= MANY_TERMS)
@@ -245,12 +247,12 @@ def conv2d_backward(
     source = source_of(operand(x))
     blocks = len(source[0])
     shape, _, (_, tile, dweight_tile) = plan(source[0], weight, geometry)
-    after = (None,) * 7
+    after = NOTHING_AFTER
     if activation_after is not None:
         source_after, *factors = activation_after
         after = source_of(source_after)
         if isinstance(source_after, NormalizedInput):
-            after = (*after[:2], None, None)
+            after = (*after[:2], *NO_NORM[1:])
         after = (*after, *map(per_channel, factors))
     dy = np.ascontiguousarray(as_type(dy, source[0].dtype))
     dx = None

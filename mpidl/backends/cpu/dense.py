@@ -5,6 +5,7 @@ import numpy as np
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import (
+    NO_NORM,
     as_type,
     nodes_of,
     partial_of_rows,
@@ -34,7 +35,7 @@ def dense(x, weight, bias):
 def dense_dx(dy, weight):
     dy, weight = np.ascontiguousarray(dy), per_channel(weight)
     outputs, features = weight.shape
-    blocks, nothing = len(dy), (None,) * 4
+    blocks, nothing = len(dy), (None, *NO_NORM)
     dx = arenas.empty((blocks, features, LANES))
     tree = np.array([0, blocks, blocks, 0], np.int64)
     kernels().dense_dx(dy, *nothing, weight, dx, None, tree, features, 1, outputs)

@@ -6,7 +6,6 @@ from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.batchnorm import sizes
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import partial_of_rows, source_of, tree_of
-from mpidl.backends.deferred import NormalizedInput
 
 
 def add(a, b):
@@ -18,10 +17,9 @@ def add_relu(a, b):
 
 
 def _sum(a, b, relu):
-    has_relu = [not isinstance(operand, NormalizedInput) for operand in (a, b)]
     a, b = source_of(a), source_of(b)
     y = arenas.empty(a[0].shape, a[0].dtype)
-    kernels().add(*a, int(has_relu[0]), *b, int(has_relu[1]), y, relu, *sizes(y))
+    kernels().add(*a, *b, y, relu, *sizes(y))
     return y
 
 

@@ -9,7 +9,7 @@ from mpidl.backends import shapes
 from mpidl.backends.cpu import arenas, conv
 from mpidl.backends.cpu.batchnorm import channel_sums
 from mpidl.backends.cpu.builds import kernels
-from mpidl.backends.cpu.call import operand, per_channel
+from mpidl.backends.cpu.call import NO_NORM, operand, per_channel
 
 
 def transposed_conv2d(x, weight, bias, stride, cropping):
@@ -18,7 +18,7 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
     y = arenas.empty((len(x), *shape, x.shape[-1]), x.dtype)
     sizes, _, (_, tile, _) = conv.plan(y, weight, shapes.Geometry(stride, cropping))
     # x is passed as dy, and y as dx. The kernel computes no sums or weight gradients.
-    source, after, outputs = (y, *(None,) * 3), (None,) * 7, (None, y, None, None, 0)
+    source, after, outputs = (y, *NO_NORM), conv.NOTHING_AFTER, (None, y, None, None, 0)
     numbers = np.zeros(len(x), np.int32), len(x), sizes, np.zeros(4, np.int64), tile, 0
     weight, bias = per_channel(weight), per_channel(bias)
     kernels().conv2d_backward(x, *after, *source, weight, bias, *outputs, *numbers)

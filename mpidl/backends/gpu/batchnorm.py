@@ -22,8 +22,8 @@ class Read(DeferredInput):
     stored = None
 
 
-def source(y, mean, scale, beta):
-    return Read(y, mean, scale, beta)
+def source(y, mean, scale, beta, low=0.0, high=math.inf):
+    return Read(y, mean, scale, beta, low, high)
 
 
 def read(x):
@@ -34,11 +34,11 @@ def read(x):
     if not isinstance(x, DeferredInput):
         return x
     if isinstance(x, NormalizedInput):
-        return batchnorm(*x)
+        return batchnorm(*x[:4])
     if not isinstance(x, Read):
-        return _normalized(*x, relu=1)
+        return _normalized(*x[:4], relu=1)
     if x.stored is None:
-        x.stored = _normalized(*x, relu=1)
+        x.stored = _normalized(*x[:4], relu=1)
     return x.stored
 
 
@@ -106,7 +106,7 @@ def batchnorm_sums(dy, x, mean, tree):
 
 
 def activation_sums(dy, source, tree):
-    x, mean, scale, beta = source
+    x, mean, scale, beta = source[:4]
     return _products(dy, x, mean, scale, beta, tree)
 
 
@@ -151,10 +151,10 @@ def batchnorm_dx(dy, x, mean, a, b, c, counts):
 def activation_dx(dy, source, a, b, c, counts, overwrite=False):
     """Return a * dz + b * (x - mean) + c, with dz = dy where the activation is > 0, else 0.
 
-    For a NormalizedInput, which has no ReLU, dz is dy. If `overwrite` is True, the result
+    For a NormalizedInput, which has no limits, dz is dy. If `overwrite` is True, the result
     overwrites dy.
     """
-    x, mean, scale, beta = source
+    x, mean, scale, beta = source[:4]
     if isinstance(source, NormalizedInput):
         scale = beta = None
     dx = dy if overwrite else array.empty_like(x)

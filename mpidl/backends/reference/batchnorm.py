@@ -1,5 +1,7 @@
 """Compute batch normalization and its gradient in NumPy."""
 
+import math
+
 import numpy as np
 
 from mpidl.backends.reference import direct
@@ -103,6 +105,7 @@ def predict_scale(gamma, variance, epsilon):
     return gamma / np.sqrt(variance.astype(np.float64) + epsilon)
 
 
-def source(y, mean, scale, beta):
+def source(y, mean, scale, beta, low=0.0, high=math.inf):
     dtype = np.float32 if y.dtype == BF16 else y.dtype
-    return DeferredInput(y, *(np.ascontiguousarray(v, dtype) for v in (mean, scale, beta)))
+    mean, scale, beta = (np.ascontiguousarray(v, dtype) for v in (mean, scale, beta))
+    return DeferredInput(y, mean, scale, beta, low, high)

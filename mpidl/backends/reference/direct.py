@@ -23,14 +23,14 @@ def conv2d(x, weight, bias, geometry):
     shape = shapes.conv2d_shape(x.shape[1:-1], weight.shape, stride, padding, dilation)
     outputs, inputs = len(weight) // groups, weight.shape[1]
     images, weight, add = _operands(x, weight, inputs > 1 or _is_pointwise(weight, geometry))
-    images, y = _bordered(images, *padding), _filled(len(x), shape, bias)
+    images, y = _bordered(images, *padding), _zeros(len(x), shape)
     for group in range(groups):
         sums = y[:, group * outputs : (group + 1) * outputs]
         filters = weight[group * outputs : (group + 1) * outputs]
         for c, i, j in _taps(inputs, weight.shape[2:]):
             rows, columns = _windows((i, j), geometry, shape[1:])
             add(sums, filters[:, c, i, j], images[:, group * inputs + c, rows, columns])
-    return y
+    return _with_bias(y, bias)
 
 
 def conv2d_dx(dy, image_shape, weight, geometry, bias=None):
@@ -40,7 +40,7 @@ def conv2d_dx(dy, image_shape, weight, geometry, bias=None):
     grads, weight, add = _operands(dy, weight, outputs > 1)
     border = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
     grads = _bordered(grads, *((n, n) for n in border))
-    dx = _filled(len(dy), image_shape, bias)
+    dx = _zeros(len(dy), image_shape)
     remainders = map(range, np.minimum(stride, image_shape[1:]))
     for group, row, column in itertools.product(range(groups), *remainders):
         sums = dx[:, group * inputs : (group + 1) * inputs, row :: stride[0], column :: stride[1]]
@@ -52,7 +52,7 @@ def conv2d_dx(dy, image_shape, weight, geometry, bias=None):
             first, start, k = first + border[0], start + border[1], group * outputs + k
             pixels = grads[:, k, first : first + sums.shape[2], start : start + sums.shape[3]]
             add(sums, weight[k, :, i, j], pixels)
-    return dx
+    return _with_bias(dx, bias)
 
 
 def conv2d_dweight(dy, x, weight, geometry):
@@ -141,11 +141,13 @@ def _bordered(images, *borders):
     return np.pad(images, ((0, 0), (0, 0), *borders, (0, 0)))
 
 
-def _filled(blocks, shape, bias):
-    sums = np.zeros((blocks, *shape, LANES), np.float32)
-    if bias is not None:
-        sums += bias[:, None, None, None]
-    return sums
+def _zeros(blocks, shape):
+    return np.zeros((blocks, *shape, LANES), np.float32)
+
+
+def _with_bias(sums, bias):
+    """Add the bias of each channel, which comes after the products."""
+    return sums if bias is None else sums + bias[:, None, None, None]
 
 
 def _products(grads, columns):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import BY_WINOGRAD, WINOGRAD
+from cases import BY_WINOGRAD, DEPTHWISE, WINOGRAD
 from conformance import arguments, call, flat, results, share
 from cpu_builds import bytes_of, needs_kernels, on_all_builds
 from test_conformance import BY_NAME, assert_near
@@ -12,7 +12,7 @@ from mpidl.backends import settings
 
 pytestmark = needs_kernels
 
-LABELS = ["digits 1", "digits 2", "16 channels a group", *BY_WINOGRAD]
+LABELS = ["digits 1", "digits 2", "16 channels a group", "depthwise 3x3 by 2", *BY_WINOGRAD]
 
 
 @pytest.mark.parametrize("algorithm", WINOGRAD, ids=lambda values: values["winograd"])
@@ -24,6 +24,34 @@ def test_threads_share_one_block(label, function, algorithm, monkeypatch):
     case = BY_NAME[f"{function}, {label}"]
     for actual in on_all_builds(lambda: results(case, cpu, blocks=1)).values():
         assert_near(case, actual, blocks=1)
+
+
+@pytest.mark.parametrize("label", DEPTHWISE)
+def test_a_filter_per_channel_gives_the_bytes_of_the_direct_kernels(label, monkeypatch):
+    """With a second filter per channel, the direct kernels compute the same sums."""
+    monkeypatch.setattr(settings, "winograd", "off")
+    values = arguments(BY_NAME[f"conv2d_backward, {label}"], cpu, share(41))
+    x, weight, geometry = (values[name] for name in ("x", "weight", "geometry"))
+    weights = np.stack([weight, 3 * weight], 1).reshape(-1, *weight.shape[1:])
+    bias = np.arange(len(weights), dtype=np.float32)
+    rest = values["counts"], values["tree"], (True, True, True)
+
+    def passes(weight, bias, dy):
+        y = cpu.conv2d(x, weight, bias, geometry)
+        dx, dweight, dbias, _ = cpu.conv2d_backward(dy, x, weight, geometry, *rest)
+        return y, dx, *(np.stack(partial.terms[0].nodes) for partial in (dweight, dbias))
+
+    def compare():
+        outputs = passes(weight, bias[::2], values["dy"])
+        other = np.zeros((len(x), len(weights), *values["dy"].shape[2:]), np.float32)
+        other[:, ::2] = values["dy"]
+        y, dx, dweight, dbias = passes(weights, bias, other)
+        direct = y[:, ::2], dx, dweight[:, ::2], dbias[:, ::2]
+        for a, b in zip(outputs, direct, strict=True):
+            assert a.size > 0 and (a + 0.0).tobytes() == (b + 0.0).tobytes()  # -0 becomes 0
+        return outputs
+
+    on_all_builds(compare)
 
 
 def test_nan_passes_convolutions_and_relu():
