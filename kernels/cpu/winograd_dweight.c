@@ -121,7 +121,8 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
             const float *from = input + t / across * M * x.row + t % across * M * LANES;
             float *to = p->V + i * p->channel + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
-                input_row(from + part, x.row, next - t, to + part, p->v_point, place, M, M, r, group);
+                input_row(from + part, x.row, next - t, to + part, p->v_point, place, place, M, M,
+                          r, group);
         }
     }
     if (p->transposed) {

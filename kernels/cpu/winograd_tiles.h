@@ -88,11 +88,12 @@ INLINE void input_line(const vec *d, vec *out, const int n) {
 }
 
 /* Compute B^T d B for one group of rows of B^T, in `tiles` adjacent tiles that start at pixel x.
- * Tile t is written to out + place[t * PARTS], with points `point` floats apart. Adjacent tiles
- * share r - 1 columns. */
+ * Tile t is written to out + place[t * PARTS], with points `point` floats apart, except that the
+ * point infinity of columns is written to last[t * PARTS], or not at all if this is negative.
+ * Adjacent tiles share r - 1 columns. */
 INLINE void input_row(const float *x, int64_t row, int64_t tiles, float *out, int64_t point,
-                      const int64_t *place, const int m_h, const int m_w, const int r,
-                      const int group) {
+                      const int64_t *place, const int64_t *last, const int m_h, const int m_w,
+                      const int r, const int group) {
     const int n_h = m_h + r - 1, n_w = m_w + r - 1, lines = IN_GROUP(n_h, group);
     vec t[2][MOST_POINTS], d[MOST_POINTS], v[MOST_POINTS];
     UNROLL for (int c = 0; c < r - 1; c++) {
@@ -108,10 +109,11 @@ INLINE void input_row(const float *x, int64_t row, int64_t tiles, float *out, in
             input_group(d, v, n_h, group);
             UNROLL for (int line = 0; line < lines; line++) t[line][c] = v[line];
         }
-        float *to = out + place[tile * PARTS];
+        float *to = out + place[tile * PARTS], *end = out + last[tile * PARTS];
         UNROLL for (int line = 0; line < lines; line++) {
             input_line(t[line], v, n_w);
-            UNROLL for (int c = 0; c < n_w; c++) store(to + (line * n_w + c) * point, v[c]);
+            UNROLL for (int c = 0; c < n_w - 1; c++) store(to + (line * n_w + c) * point, v[c]);
+            if (end >= out) store(end + (line * n_w + n_w - 1) * point, v[n_w - 1]);
         }
     }
 }
