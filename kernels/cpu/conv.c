@@ -108,7 +108,7 @@ static struct winograd winograd_backward(const struct conv *c, int64_t tile) {
 enum { MOST_FILTER = 25 }; /* the largest number of taps of a phase */
 
 static struct pixels pixels_of(const struct padded *p, const float *group, int64_t s) {
-    return (struct pixels){.at = (float *)group,
+    return (struct pixels){.at = group,
                            .channel = p->channel_stride,
                            .row = s * p->row_stride,
                            .phase_row = p->row_stride,
@@ -287,7 +287,9 @@ static void convolve(const struct team *team, const struct pass *pass, const str
     const int64_t inputs = (pass->backward ? c->K : c->C) / c->groups;
     const int64_t row = w->columns * LANES, channel = w->rows * row;
     for (int64_t g = 0; g < c->groups; g++) {
-        const float *group = in + g * item_channels(from->form, inputs) * from->channel_stride;
+        const float *group =
+            in + floats_of(from->form,
+                           g * item_channels(from->form, inputs) * from->channel_stride);
         const float *bias = pass->bias ? pass->bias + g * outputs : NULL;
         value *to = out + g * outputs * channel;
         struct finish last = finish;
@@ -475,7 +477,8 @@ static void lay_out_dy(struct pass *pass, enum form form, enum form over_channel
         rows = most(rows, pass->before + parts_of(c->P, m_h) * m_h);
         columns = most(columns, pass->left + parts_of(c->Q, m_w) * m_w);
     }
-    if (form == HALVES) columns = parts_of(columns, 2) * 2; /* channels begin at cache lines */
+    /* channels begin at cache lines */
+    if (form == HALVES || over_channels == HALVES) columns = parts_of(columns, 2) * 2;
     lay_out(&pass->out, form, rows, columns, 1);
     if (converts(form, over_channels)) lay_out(&pass->pairs, over_channels, rows, columns, 1);
 }
@@ -582,10 +585,11 @@ static void dweight_block(const struct team *team, const struct pass *pass, cons
                              leaf + g * outputs * pass->taps);
         return;
     }
-    dy += pass->before * pass->out.row_stride + pass->left * LANES; /* skip the border */
+    /* skip the border */
+    dy += floats_of(pass->out.form, pass->before * pass->out.row_stride + pass->left * LANES);
     for (int64_t g = 0; g < c->groups; g++) {
-        const float *from = x + g * inputs * pass->in.channel_stride;
-        const float *to = dy + g * outputs * pass->out.channel_stride;
+        const float *from = x + floats_of(pass->in.form, g * inputs * pass->in.channel_stride);
+        const float *to = dy + floats_of(pass->out.form, g * outputs * pass->out.channel_stride);
         float *group = leaf + g * outputs * pass->taps;
         const struct winograd *w = &pass->dweight;
         if (w->m_h) {
@@ -710,8 +714,10 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
     }
     if (dweight) pass.dweight = winograd_forward(&c, dweight_tile);
     const int uses_products = NARROW && dweight && !dweight_tile && outputs >= FEW_OUTPUTS;
-    const enum form images = uses_products ? OVER_IMAGES : FLOATS;
-    const enum form channels = !dx ? images : NARROW && !tile && outputs > 1 ? OVER_CHANNELS : FLOATS;
+    enum form images = uses_products ? OVER_IMAGES : FLOATS, channels;
+    if (NARROW && dweight && dweight_tile) images = HALVES;
+    if (dx) channels = !NARROW ? FLOATS : tile ? HALVES : outputs > 1 ? OVER_CHANNELS : FLOATS;
+    else channels = images;
     /* dy is copied over images if a pass needs that, and else only over channels */
     const enum form form = !dweight ? (channels == PAIRS ? HALVES : channels) : images;
     pass.over_channels = channels;
@@ -720,8 +726,8 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
     place_dy(&pass, dy_out);
     pass.out_at = dweight ? padded_floats(&pass.in, c.C, inputs) : 0;
     pass.winograd_at = pass.out_at;
-    if (!pass.dy_out) /* transpose_terms reads 16 channels at a time, and pairs of pixels */
-        pass.winograd_at += padded_floats(&pass.out, parts_of(c.K, LANES) * LANES, 1) + LANES;
+    if (!pass.dy_out) /* transposing reads 16 channels of a group at a time, and pairs of pixels */
+        pass.winograd_at += LANES + padded_floats(&pass.out, c.K - outputs + parts_of(outputs, LANES) * LANES, 1);
     if (converts(form, channels)) {
         pass.pairs_at = pass.winograd_at;
         pass.winograd_at += padded_floats(&pass.pairs, c.K, outputs);

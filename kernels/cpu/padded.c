@@ -190,6 +190,7 @@ void convert_copy(const struct padded *to, int64_t item_channel, const struct pa
         for (int64_t i = 0; i < to->columns * LANES; i += WIDTH, row += WIDTH * size_of(to->form)) {
             vec v = load_item(from, even + i), w = has_odd ? load_item(from, odd + i) : zero();
             if (to->form == PAIRS) put(PAIRS, row, v, w);
+            else if (to->form == HALVES) put(HALVES, row, v, w);
             else if (to->form == ROUNDED) put(ROUNDED, row, v, w);
             else put(FLOATS, row, v, w);
         }
