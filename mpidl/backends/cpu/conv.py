@@ -259,7 +259,7 @@ def conv2d_backward(
         after = source_of(source_after)
         if isinstance(source_after, NormalizedInput):
             after = (*after[:2], *NO_NORM[1:])
-        after = (*after, *map(per_channel, factors))
+        after = (*after, *map(per_channel, factors or (None,) * 3))
     dy = np.ascontiguousarray(as_type(dy, source[0].dtype))
     dx = None
     if needs[0]:
