@@ -19,7 +19,7 @@ int is_depthwise(const struct conv *c) {
 }
 
 /* A row of outputs, out[i] = bias + sum over r < rows and taps s of weight[r][s] * (an input of
- * row r). `in` is the input in row 0 for output 0 and tap 0. */
+ * row r). With -DBF16, the bias is added last. `in` is the input in row 0 of output 0, tap 0. */
 struct row {
     const float *in;
     int64_t in_row; /* floats between rows of inputs */
@@ -39,7 +39,7 @@ INLINE void convolve_tile(const struct row *r, int64_t first, const int X, const
     for (int part = 0; part < LANES; part += WIDTH) {
         const float *in = r->in + first * step * LANES + part, *weight = r->weight;
         vec sum[PIXELS];
-        UNROLL for (int i = 0; i < X; i++) sum[i] = splat(r->bias);
+        UNROLL for (int i = 0; i < X; i++) sum[i] = splat(NARROW ? 0 : r->bias);
         for (int64_t n = 0; n < r->rows; n++, in += r->in_row, weight += r->weight_row) {
             vec v[2 * (PIXELS - 1) + MOST_TAPS];
             UNROLL for (int j = 0; j < (X - 1) * step + S; j++) v[j] =
@@ -50,6 +50,8 @@ INLINE void convolve_tile(const struct row *r, int64_t first, const int X, const
                     muladd(f, v[i * step + (back ? S - 1 - s : s)], sum[i]);
             }
         }
+        if (NARROW)
+            UNROLL for (int i = 0; i < X; i++) sum[i] += splat(r->bias);
         if (r->finish.addend)
             UNROLL for (int i = 0; i < X; i++) sum[i] +=
                 load(r->finish.addend + (first + i) * LANES + part);
@@ -68,7 +70,7 @@ INLINE void spread_tile(const struct row *r, int64_t first, const int X, const i
     for (int part = 0; part < LANES; part += WIDTH) {
         const float *in = r->in + first * LANES + part, *weight = r->weight;
         vec sum[PIXELS / 2][2];
-        UNROLL for (int i = 0; i < X; i++) sum[i][0] = sum[i][1] = splat(r->bias);
+        UNROLL for (int i = 0; i < X; i++) sum[i][0] = sum[i][1] = splat(NARROW ? 0 : r->bias);
         for (int64_t n = 0; n < r->rows; n++, in += r->in_row, weight += r->weight_row) {
             vec v[PIXELS / 2 + MOST_TAPS];
             UNROLL for (int j = 0; j < X + end - begin; j++) v[j] = load(in + (begin + j) * LANES);
@@ -79,6 +81,9 @@ INLINE void spread_tile(const struct row *r, int64_t first, const int X, const i
                     muladd(f, v[i + column], sum[i][j]);
             }
         }
+        if (NARROW)
+            UNROLL for (int i = 0; i < X; i++)
+                UNROLL for (int j = 0; j < 2; j++) sum[i][j] += splat(r->bias);
         value *out = r->out + 2 * first * LANES + part;
         UNROLL for (int i = 0; i < X; i++) {
             store(out + 2 * i * LANES, sum[i][0]);
