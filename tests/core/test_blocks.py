@@ -4,10 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from single_rank import numbers
 
 import mpidl as dl
+from mpidl.backends.reference import bf16
 from mpidl.core import blocks, keyed
 from mpidl.core.blocks import LANES
+from mpidl.core.values import BF16, as_type
 
 
 def ranks(size):
@@ -70,6 +73,19 @@ def test_from_images_converts_and_counts(world):
         dl.from_images(np.ones((n + 1, 2)), batch)
     with pytest.raises(ValueError, match="lanes for this share"):
         dl.Blocked(np.zeros((batch.blocks + 1, 2, 16)), batch)
+
+
+def test_values_in_bfloat16_are_read_as_float32(world):
+    batch = dl.share(37, world)
+    images = numbers("narrow", 37, 2, 3)[slice(*batch.images)]
+    wide = dl.from_images(images, batch, np.float32)
+    narrow = wide.like(as_type(wide.lanes, BF16))
+    assert (narrow.storage, narrow.dtype) == (BF16, np.float32) and narrow.shape == (37, 2, 3)
+    assert narrow.lanes.dtype == narrow.local().dtype == np.float32
+    assert all(narrow.block(b).dtype == np.float32 for b in range(batch.blocks))
+    np.testing.assert_allclose(narrow.local(), wide.local(), rtol=2**-8)
+    assert narrow.local().tobytes() == bf16.rounded(wide.local()).tobytes()
+    assert np.array_equal(narrow.stored().raw.view(np.uint16), narrow.raw.view(np.uint16))
 
 
 def test_zero_unused_touches_the_unused_lanes_alone(world):

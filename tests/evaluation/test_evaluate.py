@@ -8,6 +8,7 @@ from image_sets import ReadArrays, refusal
 from single_rank import all_images, blocked, numbers
 
 import mpidl as dl
+from mpidl.backends import settings
 from mpidl.errors import UserError
 from mpidl.evaluation import evaluate, predict
 
@@ -78,6 +79,25 @@ def test_scores_and_labels(count, world):
     raw = dl.predict(net, store, world=world, batch_size=33, softmax=False)
     np.testing.assert_allclose(raw, expected, atol=1e-5)
     assert np.array_equal(dl.classify(net, store, world=world), expected.argmax(axis=1))
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_scores_in_bf16(fuse, world, monkeypatch):
+    """Scores and activations are float32 numbers near the exact ones."""
+    monkeypatch.setattr(settings, "precision", "bf16")
+    net, store = small(), labelled(100)
+    net.fuse = fuse
+    expected = by_layer(net, store.images)
+    for layer in net.layer_names:
+        outputs = dl.activations(net, store, layer, world=world, batch_size=33)
+        assert outputs.dtype == np.float32
+        error = abs(outputs - expected[layer]).max() / abs(expected[layer]).max()
+        assert error < 2**-7, f"{layer}: {error}"
+    scores = dl.predict(net, store, world=world, batch_size=33)
+    np.testing.assert_allclose(scores, softmax(expected["dense1"]), atol=0.02)
+    labels = np.arange(100) * 5 % CLASSES
+    accuracy = dl.evaluate(net, store, world=world, batch_size=33).accuracy
+    assert accuracy == np.mean(scores.argmax(axis=1) == labels)
 
 
 def test_arrays_and_worlds(world):

@@ -16,7 +16,7 @@ import numpy as np
 import mpidl as dl
 from mpidl.backends.cpu import builds
 
-SHAPE, CLASSES, COUNT = (3, 24, 24), 3, 70
+SHAPE, CLASSES, COUNT = (3, 32, 32), 3, 70
 ZOO = {"digits": dl.nn.zoo.digits, "cifar": dl.nn.zoo.cifar}
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpidl.backends import declarations
 from mpidl.backends.cpu import builds
+from mpidl.core.values import BF16
 
 HEAD = """
 #include <stdio.h>
@@ -42,7 +43,8 @@ class Recorder:
 
     def __init__(self, library):
         self.kernels, self.called = library, []
-        self.declared = builds.ctypes_of(declarations.exported(HEADER.read_text()))
+        self.exported = declarations.exported(HEADER.read_text())
+        self.declared = builds.ctypes_of(self.exported)
         self.functions, self.data = [], []
 
     def __getattr__(self, name):
@@ -51,6 +53,10 @@ class Recorder:
 
     def _record(self, name, function, args):
         words, lines, outputs, places = [], [], [], {}
+        if f"{name}_bf16" in self.declared and BF16 in {getattr(a, "dtype", None) for a in args}:
+            name = f"{name}_bf16"
+            types = (p.type + " *" * p.is_pointer for p in self.exported[name].parameters)
+            lines.append(f"extern void mpidl_{name}({', '.join(types)});")
         for kind, value in zip(self.declared[name][1], args, strict=True):
             if value is None:
                 words.append("NULL")

@@ -11,21 +11,29 @@ from replay import recording
 
 import mpidl as dl
 from mpidl import backends
+from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.losses import cross_entropy
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", shutil.which("qemu-aarch64")
+LIBRARIES = "/usr/aarch64-linux-gnu"  # the C library that the cross compiler links
 
 needs_cross = pytest.mark.skipif(
     shutil.which(COMPILER) is None, reason=f"no {COMPILER}: apt-get install gcc-aarch64-linux-gnu"
 )
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Return a folder with the library for AArch64, and {build: error}."""
+    folder = tmp_path_factory.mktemp("aarch64")
+    return folder, kernels.compile_builds(["generic"], folder, [COMPILER], ["-Werror"])
+
+
 @needs_cross
 @pytest.mark.slow("aarch64")
-def test_no_warnings(tmp_path):
-    failed = kernels.compile_builds(["generic"], tmp_path, [COMPILER], ["-Werror"])
-    assert {name: error.output for name, error in failed.items()} == {}
+def test_no_warnings(compiled):
+    assert {name: error.output for name, error in compiled[1].items()} == {}
 
 
 @needs_cross
@@ -35,8 +43,10 @@ def test_no_warnings(tmp_path):
     reason="no kernels with fused multiply-add to compare with",
 )
 @pytest.mark.slow("aarch64")
-def test_the_bytes_of_avx2(tmp_path):
+@pytest.mark.parametrize("precision, suffix", [("fp32", ""), ("bf16", "_bf16")])
+def test_the_bytes_of_avx2(precision, suffix, compiled, tmp_path, monkeypatch):
     before = builds.running()
+    monkeypatch.setattr(settings, "precision", precision)
     builds.use("x86-64-v3")
     try:
         with recording() as calls:
@@ -44,12 +54,12 @@ def test_the_bytes_of_avx2(tmp_path):
             train_a_little()
     finally:
         builds.use(before)
-    assert {"conv2d", "conv2d_backward", "pool2d", "dense", "softmax"} <= set(calls.called)
-    program = tmp_path / "replay"
+    stored = {f"{name}{suffix}" for name in ("conv2d", "conv2d_backward", "pool2d")}
+    assert {*stored, "dense", "softmax"} <= set(calls.called)
+    program, folder = tmp_path / "replay", compiled[0]
     (tmp_path / "replay.c").write_text(calls.text)
-    words = [*kernels.FLAGS, "-I", kernels.SOURCES, "-static", tmp_path / "replay.c"]
-    words += [f"{kernels.SOURCES}/{name}" for name in kernels.source_names()]
-    subprocess.run([COMPILER, *words, "-lm", "-o", program], check=True)
+    words = ["-I", kernels.SOURCES, tmp_path / "replay.c", folder / "libmpidl-generic.so"]
+    subprocess.run([COMPILER, *words, "-lm", f"-Wl,-rpath,{folder}", "-o", program], check=True)
     assert run(program, calls.data) == (0, f"{len(calls.called)} calls\n")
     calls.data[-1] = bytes([calls.data[-1][0] ^ 1]) + calls.data[-1][1:]
     code, text = run(program, calls.data)  # negative control: one bit of the last result changed
@@ -57,7 +67,8 @@ def test_the_bytes_of_avx2(tmp_path):
 
 
 def run(program, data):
-    process = subprocess.run([EMULATOR, program], input=b"".join(data), capture_output=True)
+    command = [EMULATOR, "-L", LIBRARIES, program]
+    process = subprocess.run(command, input=b"".join(data), capture_output=True)
     return process.returncode, process.stdout.decode()
 
 

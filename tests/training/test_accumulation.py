@@ -67,12 +67,15 @@ def test_every_rank_has_its_share_of_each_part(world):
 
 
 @pytest.mark.slow_on_ranks
-def test_parts_give_the_bytes_of_the_whole_mini_batch(world):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parts_give_the_bytes_of_the_whole_mini_batch(precision, world):
     """The bytes are also equal if the last mini-batch is smaller, or if a part has one image."""
+    options = {"precision": precision}
     for count in (300, 257):
-        hashes = {k: hash_of(world, plain(), count, accumulate=k) for k in (1, 2, 3, 5, 10)}
+        parts = (1, 2, 3, 5, 10)
+        hashes = {k: hash_of(world, plain(), count, accumulate=k, **options) for k in parts}
         assert len(set(hashes.values())) == 1, hashes
-    assert hash_of(world, plain(), 257, accumulate=1, seed=1) != hashes[1]
+    assert hash_of(world, plain(), 257, accumulate=1, seed=1, **options) != hashes[1]
 
 
 def test_statistics_of_batch_normalization_are_those_of_a_part(world):

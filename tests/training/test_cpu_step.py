@@ -119,8 +119,13 @@ def is_replayed(step):
     return bool(step.programs) and step.largest.is_checked
 
 
+@pytest.fixture(params=["fp32", "bf16"])
+def precision(request, monkeypatch):
+    monkeypatch.setattr(settings, "precision", request.param)
+
+
 @pytest.mark.parametrize("net", NETWORKS)
-def test_replays_have_the_bytes_of_eager_steps(net, world):
+def test_replays_have_the_bytes_of_eager_steps(net, world, precision):
     assert is_replayed(assert_equal(NETWORKS[net], SOLVERS["sgdm"], world))
 
 
@@ -154,7 +159,7 @@ def test_separate_transforms_on_ranks_without_images(transforms, world):
 
 @pytest.mark.parametrize("net", NETWORKS)
 @pytest.mark.parametrize("batch, parts", [(96, 3), (80, 5), (24, 2)])
-def test_replayed_parts_have_the_bytes_of_eager_parts(net, batch, parts, world):
+def test_replayed_parts_have_the_bytes_of_eager_parts(net, batch, parts, world, precision):
     """Replays are correct for a smaller last part, and for a smaller mini-batch with full parts."""
     arguments = {"store": pictures(144), "batch": batch, "parts": parts}
     step = assert_equal(NETWORKS[net], SOLVERS["decay and clipping"], world, **arguments)
@@ -515,6 +520,35 @@ def test_custom_parts_stay_eager():
         assert not is_recordable("mse", dataclasses.replace(options, **other))
     assert not cpu_step.is_recordable(small(), lambda p, g: p, "mse", options)
     assert not cpu_step.is_recordable(small(Doubled()), sgdm, "mse", options)
+
+
+class Halved(dl.ReLU):
+    """A user's layer that computes in NumPy."""
+
+    def forward(self, x, context):
+        return halve(super().forward(x, context))
+
+
+@dl.op(blocks=True)
+def halve(x):
+    def vjp(dy, needs):
+        halve.types |= {x.lanes.dtype, x.local().dtype, dy.lanes.dtype, dy.local().dtype}
+        return (x.like(dy.lanes * np.float32(0.5)),)
+
+    return x.like(x.lanes * np.float32(0.5)), vjp
+
+
+def test_custom_layers_compute_in_float32(world):
+    """In bf16, NumPy code gets float32 numbers, and its cotangents are stored like its input."""
+    hashes = {}
+    for precision in ("fp32", "bf16"):
+        halve.types = set()
+        nets = [small(layer, dl.Conv2D(3, 5)) for layer in (Halved(), dl.HardSwish())]
+        for net in nets:
+            trained(world, net, precision=precision)
+        hashes[precision] = [weights_sha256(net) for net in nets]
+        assert halve.types == {np.dtype(np.float32)}
+    assert len({*hashes["fp32"], *hashes["bf16"]}) == 4
 
 
 def test_what_numpy_computes_stays_eager(world):

@@ -5,7 +5,7 @@ Direct convolutions whose arguments are stored are compared in test_conformance.
 
 import numpy as np
 import pytest
-from cases import CASES, LARGE_CONVOLUTIONS
+from cases import CASES, LARGE_CONVOLUTIONS, activation_back
 from conformance import arguments, call, flat, host, numbers, share
 from cpu_builds import FUSED_BUILDS, bytes_of, needs_kernels, on_all_builds
 
@@ -100,8 +100,8 @@ def forward(case, values):
 def backward(case, values):
     """Return the results of a fused backward pass from direct sums in float32."""
     dy, y = numbers(values["dy"]), numbers(values["y"])
-    if values.get("relu", True):
-        dy = CPU.relu_dx(dy, CPU.batchnorm(y, *values["after"]))
+    if values["limits"]:
+        dy = activation_back(CPU, dy, CPU.source(y, *values["after"], *values["limits"]))
     dy = CPU.batchnorm_dx(dy, y, values["after"][0], *values["factors"], values["counts"])
     weight, geometry, source = (values[name] for name in ("weight", "geometry", "x"))
     dx = bf16.narrowed(direct.conv2d_dx(dy, source.x.shape[1:-1], weight, geometry))
