@@ -14,12 +14,14 @@ from mpidl.backends.cpu import builds
 from mpidl.core.values import BF16
 
 HEAD = """
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "mpidl.h"
 
+static const float inf = INFINITY; /* as Python writes it */
 static int failed;
 
 static void *take(size_t bytes) {
