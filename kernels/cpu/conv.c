@@ -413,10 +413,8 @@ void mpidl_conv2d(const value *x, const float *mean, const float *scale, const f
                     add_tap(&taps, ci, inputs, pass.in.channel_stride, c.R * c.S, r * c.S + s,
                             offset_of(&pass, 0, r, s));
         phase.taps = taps.count, phase.offset = taps.offset, phase.weight = packed;
-        for (int64_t g = 0; g < c.groups; g++)
-            pack_weights(taps.form, packed + g * outputs * taps.count,
-                         weight + g * outputs * pass.taps, outputs, pass.taps, taps.count,
-                         taps.index);
+        pack_weights(&(struct packing){taps.form, packed, weight, c.groups, outputs * pass.taps,
+                                       outputs, pass.taps, taps.count, taps.index});
         pass.phases = &phase, pass.phase_count = 1;
     }
     each_block(blocks, forward_block, &pass, pass.winograd_at + extra, 0);
@@ -487,7 +485,7 @@ static void lay_out_dy(struct pass *pass, enum form form, enum form over_channel
  * overwrite dy; without an activation, dy is this gradient. dx must not be in the same memory. */
 static void place_dy(struct pass *pass, value *dy_out) {
     const struct conv *c = &pass->c;
-    if (!pass->dy.y.mean) dy_out = (value *)pass->dy.dy; /* only read */
+    if (!pass->dy.y.x) dy_out = (value *)pass->dy.dy; /* only read */
     int has_border = pass->out.rows != c->P || pass->out.columns != c->Q;
     if (!NARROW && !has_border && dy_out != pass->dx) pass->dy_out = dy_out;
 }
@@ -528,10 +526,10 @@ static void find_phases(struct pass *pass) {
                                 r * c->S + s, p * from->row_stride + q * LANES);
                     }
             phase->taps = taps.count;
-            for (int64_t g = 0; g < c->groups; g++, packed += inputs * phase->taps)
-                pack_weights(taps.form, packed, pass->weight + g * outputs * inputs * filter,
-                             inputs, filter, phase->taps, index);
-            offset += phase->taps;
+            pack_weights(&(struct packing){taps.form, packed, pass->weight, c->groups,
+                                           outputs * inputs * filter, inputs, filter, taps.count,
+                                           index});
+            packed += c->C * taps.count, offset += taps.count;
         }
 }
 
@@ -641,9 +639,9 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
     out.keep_border = block != team->first;
     float *leaf = pass->leaves ? leaf_of(team, pass->leaves, block) : NULL;
     const struct picture picture = {c->K, pixels, c->P, c->Q, pass->before, pass->left};
-    const value *y = pass->dy.y.mean ? pass->dy.y.x + at : NULL;
+    const value *y = pass->dy.y.x ? pass->dy.y.x + at : NULL;
     EACH_TILE(team, k, c->K) {
-        if (pass->dy_out != pass->dy.dy || pass->dy.y.mean)
+        if (pass->dy_out != pass->dy.dy || pass->dy.y.x)
             fill_gradient(&out, k, &pass->dy, pass->dy.dy + at, y, pass->counts[block], picture);
         if (leaf) /* the gradient of the bias follows the gradient of the weights */
             leaf[c->K * pass->taps + k] = sum_of_copy(pass, &out, k);
