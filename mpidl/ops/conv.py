@@ -108,7 +108,8 @@ def conv2d_relu(
     y = backend.conv2d_relu(x.source, weight, bias, geometry, joined)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dz, relu = dy.raw, (y,)
+        dz: Any = dy.raw
+        relu: tuple[Any, ...] | None = (y,)
         if addend is not None:  # dz is also the cotangent of the addend
             dz, relu = backend.relu_dx(dz, y), None
         dx, dweight, dbias, _ = backend.conv2d_backward(
