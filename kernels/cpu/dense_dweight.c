@@ -34,9 +34,9 @@ static struct plan *make_plan(const struct tree *tree, float *room) {
 enum { ACROSS = 2 * WIDTH };
 
 struct tile {
-    const float *dy;    /* dy of a block, starting at the tile's first output */
-    const float *x;     /* x of the block, starting at the tile's first feature, image by image */
-    int64_t image;      /* stride of the images of x */
+    const float *dy;    /* dy_images of a block, starting at the tile's first output */
+    const float *x;     /* x of the block, starting at the tile's first feature, term by term */
+    int64_t image;      /* stride of the terms of x: images, or words of two images */
     float *slots;       /* the tile's values in the lowest slot */
     int64_t slot, slot_row;
     float *nodes;       /* the tile's values in the lowest node */
@@ -67,11 +67,12 @@ INLINE void fold_leaf(const struct tile *t, struct plan plan, int height, const 
     vec sum[ROWS][2], x[2];
     UNROLL for (int j = 0; j < rows; j++)
         UNROLL for (int i = 0; i < 2; i++) sum[j][i] = zero();
-    for (int image = 0; image < LANES; image++) {
-        UNROLL for (int i = 0; i < 2; i++) x[i] = load(t->x + image * t->image + i * WIDTH);
+    for (int n = 0; n < TERMS_PER_PIXEL; n++) {
+        const int term = n ^ SWAP;
+        UNROLL for (int i = 0; i < 2; i++) x[i] = load(t->x + term * t->image + i * WIDTH);
         UNROLL for (int j = 0; j < rows; j++) {
-            vec dy = splat(t->dy[j * LANES + image]);
-            UNROLL for (int i = 0; i < 2; i++) sum[j][i] = muladd(dy, x[i], sum[j][i]);
+            vec dy = splat(t->dy[j * TERMS_PER_PIXEL + term]);
+            UNROLL for (int i = 0; i < 2; i++) sum[j][i] = add_words(dy, x[i], sum[j][i]);
         }
     }
     for (int n = 0; n < plan.joins; n++) {
@@ -103,14 +104,29 @@ static void fold_rows(const struct tile *t, struct plan plan, int height, int ro
 #undef CASE
 }
 
-/* Transpose the features [first, first + count) of a block to (16, stride), image by image, with
+/* Transpose the features [first, first + count) of a block to (terms, stride), term by term, with
  * zeros up to a multiple of ACROSS. `room` is scratch memory for an activation. */
 static void turn(const struct dense *d, int64_t block, int64_t first, int64_t count, float *room,
                  float *to, int64_t stride) {
-    const float *x = read_features(d, block, first, count, room);
+    const value *x = read_features(d, block, first, count, (value *)room);
+#if PER_WORD == 2 /* a row holds the eight words of a feature and those of the feature f + 16 */
+    for (int64_t f = 0; f < count; f += ACROSS) {
+        vec v[WIDTH];
+        UNROLL for (int i = 0; i < WIDTH; i++) {
+            const value *low = x + (f + i) * LANES, *high = low + WIDTH * LANES;
+            __m256i halves[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+            if (f + i < count) halves[0] = _mm256_loadu_si256((const __m256i *)low);
+            if (f + i + WIDTH < count) halves[1] = _mm256_loadu_si256((const __m256i *)high);
+            v[i] = (vec)_mm512_inserti64x4(_mm512_castsi256_si512(halves[0]), halves[1], 1);
+        }
+        transpose(v);
+        UNROLL for (int i = 0; i < WIDTH; i++)
+            store(to + i % TERMS_PER_PIXEL * stride + f + i / TERMS_PER_PIXEL * WIDTH, v[i]);
+    }
+#else
     for (int64_t f = 0; f < parts_of(count, ACROSS) * ACROSS; f += WIDTH)
         for (int p = 0; p < LANES; p += WIDTH) {
-            const float *from = x + f * LANES + p;
+            const value *from = x + f * LANES + p;
             vec v[WIDTH];
             UNROLL for (int i = 0; i < WIDTH; i++) v[i] = zero();
             if (f + WIDTH <= count)
@@ -121,6 +137,7 @@ static void turn(const struct dense *d, int64_t block, int64_t first, int64_t co
             transpose(v);
             UNROLL for (int i = 0; i < WIDTH; i++) store(to + (p + i) * stride + f, v[i]);
         }
+#endif
 }
 
 struct job {
@@ -139,7 +156,7 @@ static void dweight_tile(void *argument, int64_t number, float *own) {
     int64_t f0 = number / job->groups * job->panel, count = least(job->panel, d->features - f0);
     int64_t k0 = number % job->groups * MANY_OUTPUTS;
     int64_t outputs = least(MANY_OUTPUTS, d->outputs - k0);
-    int64_t steps = parts_of(outputs, ROWS), block = LANES * job->stride;
+    int64_t steps = parts_of(outputs, ROWS), block = TERMS_PER_PIXEL * job->stride;
     float *x = own, *slots = x + d->blocks * block;
     float *room = slots + counter_slots(d->blocks) * ROWS * ACROSS;
     const struct plan *plan = make_plan(d->tree, room + job->panel * LANES);
@@ -160,7 +177,8 @@ static void dweight_tile(void *argument, int64_t number, float *own) {
             t.stream = job->stream && t.count == ACROSS;
             int height = 0;
             for (int64_t b = 0; b < d->blocks; b++) {
-                t.dy = d->dy + (b * d->outputs + k) * LANES, t.x = x + b * block + f;
+                t.dy = d->dy_images + (b * d->outputs + k) * TERMS_PER_PIXEL;
+                t.x = x + b * block + f;
                 fold_rows(&t, plan[b], height, (int)rows);
                 height += 1 - plan[b].joins;
             }
@@ -178,25 +196,27 @@ static int streams(const struct dense *d) {
            (uintptr_t)d->nodes % (LANES * sizeof(float)) == 0;
 }
 
-void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, const float *scale,
+void mpidl_dense_dweight(const float *dy, const value *x, const float *mean, const float *scale,
                          const float *beta, float low, float high, float *nodes,
                          const int64_t *tree, int64_t features, int64_t channels, int64_t outputs) {
     const struct source source = {x, mean, scale, beta, low, high};
     struct dense d = backward_of(source, dy, tree, features, channels, outputs);
     d.nodes = nodes;
     if (d.blocks == 0) return;
-    int64_t room = (1 << 17) / (d.blocks * LANES); /* x of all blocks must stay in cache */
+    round_dy(&d, 0, 1);
+    int64_t room = (1 << 17) / (d.blocks * TERMS_PER_PIXEL); /* x of all blocks must stay in cache */
     struct job job = {.dense = &d, .groups = parts_of(outputs, MANY_OUTPUTS)};
     job.stream = streams(&d);
     job.panel = least(PANEL, room > 2 * ACROSS ? room / ACROSS * ACROSS : 2 * ACROSS);
     job.stride = job.panel + LANES; /* so that the images use different cache sets */
     each_tile(parts_of(features, job.panel) * job.groups, dweight_tile, &job,
-              d.blocks * LANES * job.stride + counter_slots(d.blocks) * ROWS * ACROSS +
+              d.blocks * TERMS_PER_PIXEL * job.stride + counter_slots(d.blocks) * ROWS * ACROSS +
                   job.panel * LANES + d.blocks);
 }
 
 /* dbias *************************************************************************************** */
 
+#ifndef BF16 /* dy has floats in both compilations */
 /* Compute dbias of one tile (LANES outputs). The 16 images of a row are added as in channel_sum. */
 static void dbias_tile(void *argument, int64_t tile, float *own) {
     const struct dense *d = argument;
@@ -223,6 +243,7 @@ void mpidl_dense_dbias(const float *dy, float *nodes, const int64_t *tree, int64
     each_tile(parts_of(outputs, LANES), dbias_tile, &d,
               d.blocks + counter_slots(d.blocks) * LANES);
 }
+#endif
 
 /* All of backward ***************************************************************************** */
 
@@ -236,15 +257,21 @@ static void backward_tile(void *argument, int64_t number, float *own) {
     int64_t f0 = number * job->panel, stop = least(f0 + job->panel, d->features);
     int64_t steps = parts_of(d->outputs, ROWS), slot = d->outputs * job->stride;
     float *room = own, *x = room + CHUNK * LANES, *slots = x + LANES * (CHUNK + LANES);
-    const struct plan *plan = make_plan(d->tree, slots + counter_slots(d->blocks) * slot);
+    float *for_plan = slots + counter_slots(d->blocks) * slot;
+    const struct plan *plan = make_plan(d->tree, for_plan);
+    float *packed = for_plan + odd_lines(parts_of(d->blocks, LANES)); /* only in bfloat16 */
+    float *for_dx = packed + (NARROW ? terms_of(d->outputs) * job->stride : 0);
     int height = 0;
 
+#ifdef BF16
+    pack_outputs(d, 0, d->outputs, f0, stop - f0, packed, job->stride);
+#endif
     for (int64_t first = 0; first < d->blocks; first += 2) {
         int64_t last = least(first + 2, d->blocks);
         int at = height;
         for (int64_t f = f0; f < stop; f += CHUNK) {
             int64_t count = least(CHUNK, stop - f);
-            dense_dx_panel(d, f, count, first, last - first);
+            dense_dx_panel(d, f, count, first, last - first, packed + f - f0, job->stride, for_dx);
             at = height;
             for (int64_t b = first; b < last; at += 1 - plan[b++].joins) {
                 turn(d, b, f, count, room, x, CHUNK + LANES);
@@ -252,7 +279,8 @@ static void backward_tile(void *argument, int64_t number, float *own) {
                     int64_t k = part(d->outputs, s, steps);
                     int rows = (int)(part(d->outputs, s + 1, steps) - k);
                     for (int64_t i = 0; i < count; i += ACROSS) {
-                        struct tile t = {.dy = d->dy + (b * d->outputs + k) * LANES,
+                        struct tile t = {.dy = d->dy_images +
+                                               (b * d->outputs + k) * TERMS_PER_PIXEL,
                                          .x = x + i,
                                          .image = CHUNK + LANES,
                                          .slots = slots + k * job->stride + f - f0 + i,
@@ -274,18 +302,20 @@ static void backward_tile(void *argument, int64_t number, float *own) {
     }
 }
 
-void mpidl_dense_backward(const float *dy, const float *x, const float *mean, const float *scale,
-                          const float *beta, float low, float high, const float *weight, float *dx,
+void mpidl_dense_backward(const float *dy, const value *x, const float *mean, const float *scale,
+                          const float *beta, float low, float high, const float *weight, value *dx,
                           double *sums, float *nodes, const int64_t *tree, int64_t features,
                           int64_t channels, int64_t outputs) {
     const struct source source = {x, mean, scale, beta, low, high};
     struct dense d = backward_of(source, dy, tree, features, channels, outputs);
     d.weight = weight, d.dx = dx, d.sums = sums, d.nodes = nodes;
     if (d.blocks == 0) return;
+    round_dy(&d, 1, 1);
     struct job job = {.dense = &d, .panel = dense_tile(&d)};
     job.stride = parts_of(job.panel, ACROSS) * ACROSS + LANES;
     each_tile(parts_of(features, job.panel), backward_tile, &job,
               LANES * (2 * CHUNK + LANES) + counter_slots(d.blocks) * outputs * job.stride +
-                  d.blocks);
+                  odd_lines(parts_of(d.blocks, LANES)) +
+                  (NARROW ? terms_of(outputs) * job.stride : 0) + dense_dx_floats(&d, 2));
     if (sums) fold_sums(sums, 2 * channels, d.tree);
 }

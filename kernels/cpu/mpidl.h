@@ -280,23 +280,23 @@ void mpidl_trust(const int64_t *parameters, const float *decays, const float *co
 /* dense.c, dense_dx.c, dense_dweight.c: fully connected layers. x is (blocks, features, 16), with
  * features / channels pixels per channel. weight is (outputs, features), and dy and y are (blocks,
  * outputs, 16). nodes receives this rank's nodes of the gradient. */
-void mpidl_dense(const float *x, const float *mean, const float *scale, const float *beta,
+void mpidl_dense(const value *x, const float *mean, const float *scale, const float *beta,
                  float low, float high, const float *weight, const float *bias, float *y,
                  int64_t blocks, int64_t features, int64_t channels, int64_t outputs);
 /* sums (blocks, 2 * channels) or NULL receives the mpidl_batchnorm_sums of dx; x is used only to
  * compute sums */
-void mpidl_dense_dx(const float *dy, const float *x, const float *mean, const float *scale,
-                    const float *beta, float low, float high, const float *weight, float *dx,
+void mpidl_dense_dx(const float *dy, const value *x, const float *mean, const float *scale,
+                    const float *beta, float low, float high, const float *weight, value *dx,
                     double *sums, const int64_t *tree, int64_t features, int64_t channels,
                     int64_t outputs);
-void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, const float *scale,
+void mpidl_dense_dweight(const float *dy, const value *x, const float *mean, const float *scale,
                          const float *beta, float low, float high, float *nodes,
                          const int64_t *tree, int64_t features, int64_t channels, int64_t outputs);
 void mpidl_dense_dbias(const float *dy, float *nodes, const int64_t *tree, int64_t outputs);
 /* Compute dx, its sums and dweight in one pass over x, for layers with few outputs. The results
  * equal those of mpidl_dense_dx and mpidl_dense_dweight bit for bit. */
-void mpidl_dense_backward(const float *dy, const float *x, const float *mean, const float *scale,
-                          const float *beta, float low, float high, const float *weight, float *dx,
+void mpidl_dense_backward(const float *dy, const value *x, const float *mean, const float *scale,
+                          const float *beta, float low, float high, const float *weight, value *dx,
                           double *sums, float *nodes, const int64_t *tree, int64_t features,
                           int64_t channels, int64_t outputs);
 

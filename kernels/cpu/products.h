@@ -16,14 +16,6 @@
 
 #include "value.h"
 
-#ifdef BF16
-#define TERMS_PER_PIXEL (LANES / PER_WORD)
-enum { SWAP = PER_WORD == 1 }; /* the second number of a pair comes first */
-#else
-#define TERMS_PER_PIXEL LANES
-enum { SWAP = 0 };
-#endif
-
 struct products {
     int64_t inputs; /* rounded up to a multiple of four */
     int64_t most;   /* number of terms for which D has memory */

@@ -84,6 +84,9 @@ INLINE void store_narrow(uint16_t *p, vec v) {
 #else
 #define PER_WORD 1
 #endif
+/* The terms of a sum over the images of a pixel, and whether a sum adds term t ^ 1 at position t:
+ * the odd number of a pair comes first. */
+enum { TERMS_PER_PIXEL = LANES / PER_WORD, SWAP = NARROW && PER_WORD == 1 };
 
 /* Return sum + the products of the numbers in the words a and b. */
 INLINE vec add_words(vec a, vec b, vec sum) {
@@ -103,6 +106,20 @@ INLINE vec paired(vec even, vec odd) {
     return (vec)((words)rounded(even) >> 16 | (words)rounded(odd));
 #endif
 }
+
+/* Return the words of two vectors of numbers that are already rounded. */
+INLINE vec joined(vec even, vec odd) { return (vec)((words)even >> 16 | (words)odd); }
+
+#if PER_WORD == 2
+/* Return the words of 2 * WIDTH adjacent numbers. */
+INLINE vec words_of(vec low, vec high) {
+    const __m512 size = _mm512_set1_ps(0x1p-56f);
+    __mmask16 first = _mm512_cmp_ps_mask(_mm512_abs_ps((__m512)low), size, _CMP_NLT_UQ);
+    __mmask16 second = _mm512_cmp_ps_mask(_mm512_abs_ps((__m512)high), size, _CMP_NLT_UQ);
+    return (vec)_mm512_maskz_cvtne2ps_pbh(_mm512_kunpackw(second, first), (__m512)high,
+                                          (__m512)low);
+}
+#endif
 
 /* The same for single numbers, for weights: the bits of a number rounded to bfloat16, and a word. */
 INLINE uint32_t rounded_bits(float number) {
@@ -137,6 +154,11 @@ INLINE float word_of(float even, float odd) {
 #define pointwise_forward pointwise_forward_bf16
 #define pointwise_backward pointwise_backward_bf16
 #define winograd_conv winograd_conv_bf16
+#define dense_dx_panel dense_dx_panel_bf16
+#define dense_sums dense_sums_bf16
+#define dense_tile dense_tile_bf16
+#define dense_dx_floats dense_dx_floats_bf16
+#define round_dy round_dy_bf16
 #define is_depthwise is_depthwise_bf16
 #define depthwise_forward depthwise_forward_bf16
 #define depthwise_backward depthwise_backward_bf16

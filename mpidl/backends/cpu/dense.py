@@ -2,19 +2,21 @@
 
 import numpy as np
 
+from mpidl.backends import settings
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import (
     NO_NORM,
     as_type,
     nodes_of,
+    operand,
     partial_of_rows,
     per_channel,
     source_of,
     tree_of,
-    widened,
 )
 from mpidl.core.blocks import LANES, DeferredInput
+from mpidl.core.values import BF16
 
 FEW = 16  # maximum number of outputs for which one pass over x computes all gradients
 
@@ -25,7 +27,7 @@ def _sizes(x):
 
 
 def dense(x, weight, bias):
-    source = source_of(widened(x))
+    source = source_of(operand(x))
     y = arenas.empty((len(source[0]), len(weight), LANES))
     weight, bias = per_channel(weight), per_channel(bias)
     kernels().dense(*source, weight, bias, y, len(y), *_sizes(source[0]), len(weight))
@@ -36,14 +38,15 @@ def dense_dx(dy, weight):
     dy, weight = np.ascontiguousarray(dy), per_channel(weight)
     outputs, features = weight.shape
     blocks, nothing = len(dy), (None, *NO_NORM)
-    dx = arenas.empty((blocks, features, LANES))
+    storage = BF16 if settings.precision == "bf16" else np.float32
+    dx = arenas.empty((blocks, features, LANES), storage)
     tree = np.array([0, blocks, blocks, 0], np.int64)
     kernels().dense_dx(dy, *nothing, weight, dx, None, tree, features, 1, outputs)
-    return dx
+    return as_type(dx, dy.dtype)
 
 
 def dense_dweight(dy, x, tree):
-    source = source_of(widened(x))
+    source = source_of(operand(x))
     features, channels = _sizes(source[0])
     nodes = arenas.empty((nodes_of(tree), dy.shape[1], features))
     sizes = tree_of(tree), features, channels, dy.shape[1]
@@ -59,14 +62,14 @@ def _dense_dbias(dy, tree):
 
 
 def dense_backward(dy, x, weight, tree, needs):
-    source = source_of(widened(x))
+    source = source_of(operand(x))
     features, channels = _sizes(source[0])
     dy, weight = np.ascontiguousarray(dy), per_channel(weight)
     sizes = tree_of(tree), features, channels, len(weight)
     storage = x.x.dtype if isinstance(x, DeferredInput) else x.dtype
     dx = rows = nodes = None
     if needs[0]:
-        dx = arenas.empty((len(dy), features, LANES))
+        dx = arenas.empty((len(dy), features, LANES), source[0].dtype)
         rows = None if source[1] is None else arenas.empty((len(dy), 2 * channels), "f8")
     if needs[1]:
         nodes = arenas.empty((nodes_of(tree), *weight.shape))

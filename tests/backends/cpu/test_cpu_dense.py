@@ -14,15 +14,17 @@ from single_rank import SingleRank, blocked, numbers
 
 import mpidl as dl
 from mpidl.backends import CPU as cpu
+from mpidl.backends import settings
 from mpidl.backends.cpu import builds, dense
 from mpidl.backends.deferred import DeferredActivation
 from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.fold import Counter, Tree
+from mpidl.core.values import BF16, as_type
 
 pytestmark = needs_kernels
 
 ALL = True, True, True
-SEGMENT, GROUP = 256, 8  # constants of dense.h
+SEGMENT, GROUP, BF16_GROUP = 256, 8, 32  # constants of dense.h
 
 
 def tree_of_blocks(blocks):
@@ -32,20 +34,21 @@ def tree_of_blocks(blocks):
 class Layer:
     """Arrays of a dense layer. The last block has `valid` images.
 
-    If `channels` is given, the layer reads a deferred activation.
+    If `channels` is given, the layer reads a deferred activation. `storage` is the dtype of x.
     """
 
-    def __init__(self, outputs, features, blocks=2, valid=LANES, channels=None):
+    def __init__(self, outputs, features, blocks=2, valid=LANES, channels=None, storage=np.float32):
         def draw(name, *shape, **range):
             return numbers(f"{name} {outputs} {features}", *shape, dtype=np.float32, **range)
 
-        self.x = self.source = draw("x", blocks, features, LANES)
+        x = draw("x", blocks, features, LANES)
+        self.x = self.source = as_type(x, storage)
         self.dy = draw("dy", blocks, outputs, LANES)
         if blocks:
             self.dy[-1, :, valid:] = 0
         self.weight, self.bias = draw("weight", outputs, features), draw("bias", outputs)
         if channels:
-            y = self.x.reshape(blocks, channels, features // channels, LANES)
+            y = as_type(x.reshape(blocks, channels, features // channels, LANES), storage)
             mean, beta = (draw(v, channels, low=-0.5, high=0.5) for v in ("mean", "beta"))
             self.source = DeferredInput(y, mean, draw("scale", channels, low=0.5, high=1.5), beta)
             self.x = cpu.activation(self.source).reshape(self.x.shape)
@@ -81,6 +84,48 @@ class Layer:
             counter.push(leaf)
         return y, dx, nodes(counter.partial(leaves.shape[1:]))
 
+    def by_loops_of_bf16(self, tree, first=1):
+        """Return the same in bfloat16. The number `first` of a pair of products is added first.
+
+        The products of bfloat16 numbers are exact in float32.
+        """
+
+        def pairs(start, stop):
+            return [i for i in sorted(range(start, stop + 1), key=lambda i: i ^ first) if i < stop]
+
+        source = self.source
+        features, outputs, x = self.x.shape[1], len(self.weight), self.x
+        if source is not x:
+            x = cpu.activation(source).reshape(x.shape)
+        x, dy, weight = as_type(x, np.float32), bf16(self.dy), bf16(self.weight)
+        y = np.zeros_like(self.dy) + self.bias[:, None]
+        for start in range(0, features, SEGMENT):
+            sums = np.zeros_like(y)
+            for f in pairs(start, min(start + SEGMENT, features)):
+                sums += weight[:, f, None] * x[:, f, None]
+            y += sums
+        dx, groups, count = np.zeros_like(x), -(-outputs // BF16_GROUP), -(-outputs // 2)
+        for group in range(groups):
+            sums = np.zeros_like(dx)
+            stop = min(count * (group + 1) // groups * 2, outputs)
+            for k in pairs(count * group // groups * 2, stop):
+                sums += weight[k, :, None] * dy[:, k, None]
+            dx += sums
+        leaves = np.zeros((len(y), outputs, features), np.float32)
+        for lane in pairs(0, LANES):
+            leaves += dy[:, :, None, lane] * x[:, None, :, lane]
+        counter = Counter(tree)
+        for leaf in leaves:
+            counter.push(leaf)
+        return y, as_type(dx, BF16), nodes(counter.partial(leaves.shape[1:]))
+
+
+def bf16(x):
+    """Round float32 numbers to the nearest bfloat16 number, as float32."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    nearest = (bits + 0x7FFF + (bits >> 16 & 1)).astype(np.uint32) & 0xFFFF0000
+    return np.where(np.abs(x) < 2.0**-56, np.float32(0), nearest.view(np.float32))
+
 
 def muladd(a, b, c):
     """Return a * b + c, computed in long double and rounded once if the build uses FMA."""
@@ -102,10 +147,10 @@ def assert_same(actual, expected):
 SIZES = [(1, None), (3, None), (31, None), (1000, None), (1, 1), (35, 7), (48, 48), (1260, 2)]
 
 
-def check_bytes(layer, blocks):
+def check_bytes(layer, blocks, sums=Layer.by_loops):
     """Compare all passes, on all builds, with sums in the order that dense.h specifies."""
     tree = tree_of_blocks(blocks)
-    by_loops = functools.cache(lambda build: layer.by_loops(tree))
+    by_loops = functools.cache(lambda build: sums(layer, tree))
 
     def fast():
         dx, dweight, *_ = layer.backward(tree)
@@ -129,10 +174,55 @@ def test_copies_of_weights_do_not_change_sums(features, channels, outputs, block
     check_bytes(Layer(outputs, features, blocks, 3, channels), blocks)
 
 
+@pytest.fixture
+def in_bf16(monkeypatch):
+    monkeypatch.setattr(settings, "precision", "bf16")
+
+
+@pytest.mark.parametrize("features, channels", [*SIZES, (1099, 157)])
+@pytest.mark.parametrize("outputs", [1, 10, 33, 67])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_sums_of_bf16_have_the_bytes_of_sums_in_order(in_bf16, outputs, features, channels, blocks):
+    layer = Layer(outputs, features, blocks, 3, channels, BF16)
+    check_bytes(layer, blocks, Layer.by_loops_of_bf16)
+
+
+def test_the_order_of_pairs_matters_in_bf16(in_bf16):
+    """Rounding to bfloat16 hides most differences of dx, so its sums here cancel."""
+    layer, tree = Layer(4, 300, 3, storage=BF16), tree_of_blocks(3)
+    layer.weight[:, 0], layer.dy[..., 0] = 1, (2.0**24, 1, -(2.0**24), 1)
+    results = layer.forward(), *layer.backward(tree)[:2]
+    swapped = layer.by_loops_of_bf16(tree, first=0)
+    for actual, other in zip(results, swapped, strict=True):
+        assert bytes_of(actual) != bytes_of(other)
+
+
+@pytest.mark.parametrize("outputs", [10, 40])
+def test_an_empty_share_has_empty_results_in_bf16(in_bf16, outputs):
+    layer = Layer(outputs, 35, 0, storage=BF16)
+    tree = Tree(2, ((0, 2), (2, 2)), 1)
+    dx, dweight, *_ = layer.backward(tree)
+    assert layer.forward().shape == (0, outputs, LANES) and dx.shape == (0, 35, LANES)
+    assert nodes(dweight) == []
+
+
+def test_images_in_float32_are_rounded_in_bf16(in_bf16):
+    """The layer after a dense layer reads float32, and its dx is float32."""
+    layer, tree = Layer(40, 35, 2), tree_of_blocks(2)
+    y, dx, dweight = layer.forward(), *layer.backward(tree)[:2]
+    layer.x = layer.source = as_type(layer.x, BF16)
+    expected = layer.by_loops_of_bf16(tree)
+    assert dx.dtype == np.float32
+    assert_same((y, dx, nodes(dweight)), (expected[0], as_type(expected[1], dx.dtype), expected[2]))
+    assert_same(cpu.dense_dx(layer.dy, layer.weight), dx)
+
+
 @pytest.mark.parametrize("channels", [None, 5])
 @pytest.mark.parametrize("outputs", [1, 10, 16])
-def test_one_pass_has_the_bytes_of_several(monkeypatch, outputs, channels):
-    layer, tree = Layer(outputs, 700, 5, 11, channels), tree_of_blocks(5)
+@pytest.mark.parametrize("precision, storage", [("fp32", np.float32), ("bf16", BF16)])
+def test_one_pass_has_the_bytes_of_several(monkeypatch, outputs, channels, precision, storage):
+    monkeypatch.setattr(settings, "precision", precision)
+    layer, tree = Layer(outputs, 700, 5, 11, channels, storage), tree_of_blocks(5)
     one_pass = on_all_builds(lambda: layer.backward(tree))
     monkeypatch.setattr(dense, "FEW", 0)
     several = on_all_builds(lambda: layer.backward(tree))
