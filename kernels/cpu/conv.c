@@ -108,7 +108,7 @@ static struct winograd winograd_backward(const struct conv *c, int64_t tile) {
 enum { MOST_FILTER = 25 }; /* the largest number of taps of a phase */
 
 static struct pixels pixels_of(const struct padded *p, const float *group, int64_t s) {
-    return (struct pixels){.at = (float *)group,
+    return (struct pixels){.at = group,
                            .channel = p->channel_stride,
                            .row = s * p->row_stride,
                            .phase_row = p->row_stride,
@@ -287,7 +287,9 @@ static void convolve(const struct team *team, const struct pass *pass, const str
     const int64_t inputs = (pass->backward ? c->K : c->C) / c->groups;
     const int64_t row = w->columns * LANES, channel = w->rows * row;
     for (int64_t g = 0; g < c->groups; g++) {
-        const float *group = in + g * item_channels(from->form, inputs) * from->channel_stride;
+        const float *group =
+            in + floats_of(from->form,
+                           g * item_channels(from->form, inputs) * from->channel_stride);
         const float *bias = pass->bias ? pass->bias + g * outputs : NULL;
         value *to = out + g * outputs * channel;
         struct finish last = finish;
@@ -411,10 +413,8 @@ void mpidl_conv2d(const value *x, const float *mean, const float *scale, const f
                     add_tap(&taps, ci, inputs, pass.in.channel_stride, c.R * c.S, r * c.S + s,
                             offset_of(&pass, 0, r, s));
         phase.taps = taps.count, phase.offset = taps.offset, phase.weight = packed;
-        for (int64_t g = 0; g < c.groups; g++)
-            pack_weights(taps.form, packed + g * outputs * taps.count,
-                         weight + g * outputs * pass.taps, outputs, pass.taps, taps.count,
-                         taps.index);
+        pack_weights(&(struct packing){taps.form, packed, weight, c.groups, outputs * pass.taps,
+                                       outputs, pass.taps, taps.count, taps.index});
         pass.phases = &phase, pass.phase_count = 1;
     }
     each_block(blocks, forward_block, &pass, pass.winograd_at + extra, 0);
@@ -475,7 +475,8 @@ static void lay_out_dy(struct pass *pass, enum form form, enum form over_channel
         rows = most(rows, pass->before + parts_of(c->P, m_h) * m_h);
         columns = most(columns, pass->left + parts_of(c->Q, m_w) * m_w);
     }
-    if (form == HALVES) columns = parts_of(columns, 2) * 2; /* channels begin at cache lines */
+    /* channels begin at cache lines */
+    if (form == HALVES || over_channels == HALVES) columns = parts_of(columns, 2) * 2;
     lay_out(&pass->out, form, rows, columns, 1);
     if (converts(form, over_channels)) lay_out(&pass->pairs, over_channels, rows, columns, 1);
 }
@@ -484,7 +485,7 @@ static void lay_out_dy(struct pass *pass, enum form form, enum form over_channel
  * overwrite dy; without an activation, dy is this gradient. dx must not be in the same memory. */
 static void place_dy(struct pass *pass, value *dy_out) {
     const struct conv *c = &pass->c;
-    if (!pass->dy.y.mean) dy_out = (value *)pass->dy.dy; /* only read */
+    if (!pass->dy.y.x) dy_out = (value *)pass->dy.dy; /* only read */
     int has_border = pass->out.rows != c->P || pass->out.columns != c->Q;
     if (!NARROW && !has_border && dy_out != pass->dx) pass->dy_out = dy_out;
 }
@@ -525,10 +526,10 @@ static void find_phases(struct pass *pass) {
                                 r * c->S + s, p * from->row_stride + q * LANES);
                     }
             phase->taps = taps.count;
-            for (int64_t g = 0; g < c->groups; g++, packed += inputs * phase->taps)
-                pack_weights(taps.form, packed, pass->weight + g * outputs * inputs * filter,
-                             inputs, filter, phase->taps, index);
-            offset += phase->taps;
+            pack_weights(&(struct packing){taps.form, packed, pass->weight, c->groups,
+                                           outputs * inputs * filter, inputs, filter, taps.count,
+                                           index});
+            packed += c->C * taps.count, offset += taps.count;
         }
 }
 
@@ -582,10 +583,11 @@ static void dweight_block(const struct team *team, const struct pass *pass, cons
                              leaf + g * outputs * pass->taps);
         return;
     }
-    dy += pass->before * pass->out.row_stride + pass->left * LANES; /* skip the border */
+    /* skip the border */
+    dy += floats_of(pass->out.form, pass->before * pass->out.row_stride + pass->left * LANES);
     for (int64_t g = 0; g < c->groups; g++) {
-        const float *from = x + g * inputs * pass->in.channel_stride;
-        const float *to = dy + g * outputs * pass->out.channel_stride;
+        const float *from = x + floats_of(pass->in.form, g * inputs * pass->in.channel_stride);
+        const float *to = dy + floats_of(pass->out.form, g * outputs * pass->out.channel_stride);
         float *group = leaf + g * outputs * pass->taps;
         const struct winograd *w = &pass->dweight;
         if (w->m_h) {
@@ -637,9 +639,9 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
     out.keep_border = block != team->first;
     float *leaf = pass->leaves ? leaf_of(team, pass->leaves, block) : NULL;
     const struct picture picture = {c->K, pixels, c->P, c->Q, pass->before, pass->left};
-    const value *y = pass->dy.y.mean ? pass->dy.y.x + at : NULL;
+    const value *y = pass->dy.y.x ? pass->dy.y.x + at : NULL;
     EACH_TILE(team, k, c->K) {
-        if (pass->dy_out != pass->dy.dy || pass->dy.y.mean)
+        if (pass->dy_out != pass->dy.dy || pass->dy.y.x)
             fill_gradient(&out, k, &pass->dy, pass->dy.dy + at, y, pass->counts[block], picture);
         if (leaf) /* the gradient of the bias follows the gradient of the weights */
             leaf[c->K * pass->taps + k] = sum_of_copy(pass, &out, k);
@@ -710,8 +712,10 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
     }
     if (dweight) pass.dweight = winograd_forward(&c, dweight_tile);
     const int uses_products = NARROW && dweight && !dweight_tile && outputs >= FEW_OUTPUTS;
-    const enum form images = uses_products ? OVER_IMAGES : FLOATS;
-    const enum form channels = !dx ? images : NARROW && !tile && outputs > 1 ? OVER_CHANNELS : FLOATS;
+    enum form images = uses_products ? OVER_IMAGES : FLOATS, channels;
+    if (NARROW && dweight && dweight_tile) images = HALVES;
+    if (dx) channels = !NARROW ? FLOATS : tile ? HALVES : outputs > 1 ? OVER_CHANNELS : FLOATS;
+    else channels = images;
     /* dy is copied over images if a pass needs that, and else only over channels */
     const enum form form = !dweight ? (channels == PAIRS ? HALVES : channels) : images;
     pass.over_channels = channels;
@@ -720,8 +724,8 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
     place_dy(&pass, dy_out);
     pass.out_at = dweight ? padded_floats(&pass.in, c.C, inputs) : 0;
     pass.winograd_at = pass.out_at;
-    if (!pass.dy_out) /* transpose_terms reads 16 channels at a time, and pairs of pixels */
-        pass.winograd_at += padded_floats(&pass.out, parts_of(c.K, LANES) * LANES, 1) + LANES;
+    if (!pass.dy_out) /* transposing reads 16 channels of a group at a time, and pairs of pixels */
+        pass.winograd_at += LANES + padded_floats(&pass.out, c.K - outputs + parts_of(outputs, LANES) * LANES, 1);
     if (converts(form, channels)) {
         pass.pairs_at = pass.winograd_at;
         pass.winograd_at += padded_floats(&pass.pairs, c.K, outputs);

@@ -55,9 +55,10 @@ struct padded {
     int keep_border;
 };
 
-/* The gradient of a convolution's output y. The gradient is dy itself or, if y.mean is not NULL, dy
- * backpropagated through the activation and batch normalization that follow (see normalize_back).
- * If y.scale is NULL, no activation follows. */
+/* The gradient of a convolution's output y. If y.x is NULL, the gradient is dy itself. If y.mean is
+ * not NULL, dy is backpropagated through the activation and batch normalization that follow (see
+ * normalize_back); if y.scale is NULL, no activation follows. Otherwise, dy is backpropagated
+ * through a ReLU whose output is y.x. */
 struct gradient {
     const value *dy;
     struct source y;
@@ -132,11 +133,18 @@ struct direct {
 /* Compute the rows that EACH_TILE assigns to this member. */
 void direct_rows(const struct team *team, const struct direct *d);
 
-/* Pack weights for `struct direct`, tile by tile: out[taps][outputs of the tile]. The weight of
- * output k and tap t is at weight + k * output_stride + index[t]. If the items are pairs, a tap has
+/* Weights to pack for `struct direct`. For each group, and each tile of four outputs, `out` gets
+ * words [taps][outputs of the tile]. The weight of output k and tap t of a group is at `index[t]`,
+ * counted from weight + group * group_stride + k * output_stride. If the items are pairs, a tap has
  * the weights index[2 * t] and index[2 * t + 1], which is -1 if there is no second channel. */
-void pack_weights(enum form form, float *out, const float *weight, int64_t outputs,
-                  int64_t output_stride, int64_t taps, const int32_t *index);
+struct packing {
+    enum form form;
+    float *out;
+    const float *weight;
+    int64_t groups, group_stride, outputs, output_stride, taps;
+    const int32_t *index;
+};
+void pack_weights(const struct packing *packing);
 
 /* The arguments of direct_dweight_tile, which computes leaf[k * taps + t] = sum over pixels and
  * lanes of dy[k] * image at offset[t], for the four outputs k of a tile. `own` has

@@ -321,7 +321,7 @@ static void bring_dy(const struct pass *pass, struct window *w, int64_t block, i
     const int64_t rows = extend(w, stop, pass->before, c->P, &row, &to);
     const int64_t at = ((block * c->K + k) * c->P + row) * c->Q * LANES;
     to.columns = pass->dy_columns;
-    fill_gradient(&to, k, &job->dy, job->dy.dy + at, job->dy.y.mean ? job->dy.y.x + at : NULL,
+    fill_gradient(&to, k, &job->dy, job->dy.dy + at, job->dy.y.x ? job->dy.y.x + at : NULL,
                   job->counts[block],
                   (struct picture){.height = rows, .width = c->Q, .left = pass->left});
 }

@@ -148,10 +148,21 @@ INLINE void fill_row(const enum form form, char *to, const value *dy, const valu
     }
 }
 
+/* The same if only a ReLU follows, whose output is y. */
+INLINE void fill_relu_row(const enum form form, char *to, const value *dy, const value *y,
+                          int64_t pixels, int64_t ahead) {
+    const int64_t size = (int64_t)size_of(form);
+    for (int64_t i = 0; i < pixels; i++, dy += LANES, y += LANES, to += LANES * size) {
+        fetch(dy + ahead), fetch(y + ahead);
+        for (int part = 0; part < LANES; part += WIDTH)
+            put(form, to + part * size, relu_back(load(dy + part), load(y + part)), zero());
+    }
+}
+
 void fill_gradient(const struct padded *p, int64_t channel, const struct gradient *g,
                    const value *dy, const value *y, int valid, struct picture size) {
     const struct source plain = {.x = dy};
-    if (!g->y.mean) {
+    if (!g->y.x) {
         fill_source(p, channel, &plain, dy, size);
         return;
     }
@@ -160,7 +171,8 @@ void fill_gradient(const struct padded *p, int64_t channel, const struct gradien
     for (int64_t r = 0; r < size.height; r++, dy += size.width * LANES, y += size.width * LANES) {
         char *row = item(p->form, data, (size.top + r) * p->row_stride + size.left * LANES);
 #define ROW(form)                                                                                  \
-    if (g->y.scale) fill_row(form, row, dy, y, g, channel, valid, size.width, size.stride, 1);                \
+    if (!g->y.mean) fill_relu_row(form, row, dy, y, size.width, size.stride);                      \
+    else if (g->y.scale) fill_row(form, row, dy, y, g, channel, valid, size.width, size.stride, 1);                \
     else fill_row(form, row, dy, y, g, channel, valid, size.width, size.stride, 0)
         if (p->form == FLOATS) ROW(FLOATS);
         else if (p->form == ROUNDED) ROW(ROUNDED);
@@ -190,6 +202,7 @@ void convert_copy(const struct padded *to, int64_t item_channel, const struct pa
         for (int64_t i = 0; i < to->columns * LANES; i += WIDTH, row += WIDTH * size_of(to->form)) {
             vec v = load_item(from, even + i), w = has_odd ? load_item(from, odd + i) : zero();
             if (to->form == PAIRS) put(PAIRS, row, v, w);
+            else if (to->form == HALVES) put(HALVES, row, v, w);
             else if (to->form == ROUNDED) put(ROUNDED, row, v, w);
             else put(FLOATS, row, v, w);
         }

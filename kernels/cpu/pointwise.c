@@ -71,7 +71,8 @@ static void prepare(struct pass *pass, int64_t outputs, int64_t output_stride, i
     for (int64_t t = 0; t < taps; t++)
         offset[t] = (int32_t)(tap_of(pass->over_channels, t, channels) * pass->channel);
     set_indices(pass->over_channels, index, channels, channel_stride);
-    pack_weights(pass->over_channels, packed, pass->job.weight, outputs, output_stride, taps, index);
+    pack_weights(&(struct packing){pass->over_channels, packed, pass->job.weight, 1, 0, outputs,
+                                   output_stride, taps, index});
     pass->taps = taps, pass->offset = offset, pass->packed = packed;
 }
 
@@ -234,7 +235,7 @@ static void backward_block(const struct team *team, void *argument, int64_t bloc
         const int64_t first = pass->pixels * band / bands;
         const int64_t count = pass->pixels * (band + 1) / bands - first;
         const struct picture picture = {c->K, y_channel, 1, count, 0, 0};
-        const value *y = job->dy.y.mean ? job->dy.y.x + at + first * LANES : NULL;
+        const value *y = job->dy.y.x ? job->dy.y.x + at + first * LANES : NULL;
         copy.columns = count;
         EACH_TILE(team, k, c->K) {
             fill_gradient(&copy, k, &job->dy, job->dy.dy + at + first * LANES, y,

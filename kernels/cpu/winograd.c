@@ -11,7 +11,9 @@
  *     V[point][panel][input][tiles of the panel]   a panel: up to PANEL vectors of tiles
  *     u[point][quad of outputs][input][4]
  *     M[point][output][tile]
- * For each point, M = u V is a matrix product. */
+ * For each point, M = u V is a matrix product. If its products are of bfloat16 numbers, V and u hold
+ * words of pairs of inputs (see value.h); if a word holds one number, the inputs of a pair are
+ * swapped. */
 enum {
     QUAD = 4,                        /* outputs of a register tile */
     PANEL = REGISTERS == 32 ? 6 : 3, /* vectors of a register tile */
@@ -24,6 +26,11 @@ static int64_t points(const struct winograd *shape) {
 }
 static int64_t quads(int64_t outputs) { return parts_of(outputs, QUAD); }
 
+/* Return the number of inputs in V and u, where pairs of inputs may be words. */
+static int64_t items(const struct winograd *shape) {
+    return is_narrow(shape) ? parts_of(shape->inputs, PER_WORD) : shape->inputs;
+}
+
 struct bands {
     int64_t across, tiles, most; /* tiles per row; all tiles; maximum number of tiles per band */
 };
@@ -33,68 +40,88 @@ static struct bands bands_of(const struct winograd *shape) {
     const int64_t step = shape->backward ? shape->step : 1;
     bands.across = parts_of(parts_of(shape->columns, step), shape->m_w);
     bands.tiles = bands.across * parts_of(parts_of(shape->rows, step), shape->m_h);
-    int64_t bytes = points(shape) * (shape->inputs + QUAD * quads(shape->outputs)) * LANES * 4;
+    int64_t bytes = points(shape) * (items(shape) + QUAD * quads(shape->outputs)) * LANES * 4;
     int64_t fit = BAND_BYTES / bytes / 6 * 6;
     bands.most = least(least(most(fit, 6), MOST), bands.tiles);
     return bands;
 }
 
 /* Return the stride of points in u, in floats. */
-static int64_t u_stride(int64_t inputs, int64_t outputs) {
-    return odd_lines(parts_of(quads(outputs) * QUAD * inputs, LANES));
+static int64_t u_stride(const struct winograd *shape) {
+    return odd_lines(parts_of(quads(shape->outputs) * QUAD * items(shape), LANES));
 }
 
-#ifndef BF16 /* weights are floats in both compilations */
 int64_t winograd_weights_floats(const struct winograd *shape) {
-    return points(shape) * u_stride(shape->inputs, shape->outputs);
+    return points(shape) * u_stride(shape);
 }
 
 int64_t winograd_weights_tiles(int64_t outputs) { return quads(outputs); }
 
 /* Copy the filters of up to four inputs and four outputs to taps[tap][input * 4 + output], with
  * zeros for missing filters. In w, outputs are `to` floats apart, and inputs are `from` floats
- * apart. */
+ * apart. If `swap` is 1, the inputs of each pair are swapped. */
 INLINE void gather_taps(const float *w, int64_t to, int64_t from, int64_t outputs, int64_t inputs,
-                        float (*taps)[16], const int count) {
+                        float (*taps)[16], const int count, const int swap) {
     memset(taps, 0, (size_t)count * sizeof *taps);
-    for (int64_t i = 0; i < inputs; i++)
+    for (int64_t i = 0; i < inputs; i++) {
+        const int64_t place = (i ^ swap) < inputs ? i ^ swap : i;
         for (int64_t o = 0; o < outputs; o++)
-            for (int tap = 0; tap < count; tap++) taps[tap][i * QUAD + o] = w[i * from + o * to + tap];
+            for (int tap = 0; tap < count; tap++)
+                taps[tap][place * QUAD + o] = w[i * from + o * to + tap];
+    }
 }
 
 /* Like gather_taps for exactly four inputs and four outputs. Reads up to 7 floats past the end. */
 INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*taps)[16],
-                            const int count) {
+                            const int count, const int swap) {
     for (int f = 0; f < 16; f += WIDTH)
         for (int tap = 0; tap < count; tap += WIDTH) {
             vec v[WIDTH];
             UNROLL for (int j = 0; j < WIDTH; j++)
-                v[j] = load(w + (f + j) / QUAD * from + (f + j) % QUAD * to + tap);
+                v[j] = load(w + ((f + j) / QUAD ^ swap) * from + (f + j) % QUAD * to + tap);
             transpose(v);
             UNROLL for (int j = 0; j < WIDTH; j++)
                 if (tap + j < count) store(&taps[tap + j][f], v[j]);
         }
 }
 
+/* Write u of `count` floats, [input][output], of which the vector v begins at `part`. */
+INLINE void put_weights(float *u, vec v, int part, int64_t count, const int narrow) {
+#if PER_WORD == 2
+    if (narrow) { /* [pair of inputs][output] */
+        vec even = SHUFFLE(v, v, 0, 1, 2, 3, 8, 9, 10, 11, 0, 1, 2, 3, 8, 9, 10, 11);
+        vec odd = SHUFFLE(v, v, 4, 5, 6, 7, 12, 13, 14, 15, 4, 5, 6, 7, 12, 13, 14, 15);
+        vec pairs = paired(even, odd);
+        memcpy(u, &pairs, (size_t)parts_of(count, 2 * QUAD) * QUAD * sizeof(float));
+        return;
+    }
+#endif
+    if (narrow) v = rounded(v);
+    if (part + WIDTH <= count) store(u + part, v);
+    else memcpy(u + part, &v, (size_t)(count - part) * sizeof(float));
+}
+
 /* Compute G g G^T for four outputs, for the 16 filters of four inputs at a time. */
-INLINE void weights_of_quad(const float *w, float *u, int64_t inputs, int64_t outputs,
-                            const int m_h, const int m_w, const int r, const int backward,
-                            int64_t quad) {
+INLINE void weights_of_quad(const struct winograd *shape, const float *w, float *u, const int m_h,
+                            const int m_w, const int r, const int backward, int64_t quad) {
+    const int narrow = NARROW && backward, per_word = narrow ? PER_WORD : 1;
+    const int swap = narrow && PER_WORD == 1;
+    const int64_t inputs = shape->inputs, outputs = shape->outputs;
     const int n_h = m_h + r - 1, n_w = m_w + r - 1, filter = r * r;
     const int64_t to = backward ? filter : inputs * filter;
     const int64_t from = backward ? outputs * filter : filter;
-    const int64_t point = u_stride(inputs, outputs);
+    const int64_t point = u_stride(shape);
     const float *last = w + (inputs * outputs - 1) * filter;
     int64_t many = least(outputs - quad * QUAD, QUAD);
     w += quad * QUAD * to;
-    u += quad * QUAD * inputs;
-    for (int64_t input = 0; input < inputs; input += 4, w += 4 * from, u += 4 * QUAD) {
+    u += quad * QUAD * items(shape);
+    for (int64_t input = 0; input < inputs; input += 4, w += 4 * from, u += 4 / per_word * QUAD) {
         int64_t count = least(inputs - input, 4);
         float taps[MOST_TAPS * MOST_TAPS][16] __attribute__((aligned(64)));
         if (many == QUAD && count == 4 && w + 3 * to + 3 * from < last)
-            gather_all_taps(w, to, from, taps, filter);
+            gather_all_taps(w, to, from, taps, filter, swap);
         else
-            gather_taps(w, to, from, many, count, taps, filter);
+            gather_taps(w, to, from, many, count, taps, filter, swap);
         for (int part = 0; part < count * QUAD; part += WIDTH) {
             vec t[MOST_POINTS][MOST_TAPS], out[MOST_POINTS];
             UNROLL for (int s = 0; s < r; s++) {
@@ -106,27 +133,27 @@ INLINE void weights_of_quad(const float *w, float *u, int64_t inputs, int64_t ou
             }
             UNROLL for (int i = 0; i < n_h; i++) {
                 filter_line(t[i], out, m_w, r);
-                UNROLL for (int j = 0; j < n_w; j++) {
-                    float *at = u + (i * n_w + j) * point + part;
-                    if (part + WIDTH <= count * QUAD) store(at, out[j]);
-                    else memcpy(at, &out[j], (size_t)(count * QUAD - part) * sizeof(float));
-                }
+                UNROLL for (int j = 0; j < n_w; j++)
+                    put_weights(u + (i * n_w + j) * point, out[j], part, count * QUAD, narrow);
             }
         }
     }
 }
 
 void winograd_weights(const struct winograd *shape, const float *w, float *u, int64_t tile) {
-    const int64_t inputs = shape->inputs, outputs = shape->outputs;
-#define SIZE(m_h_, m_w_, r_)                                                                       \
-    if (shape->m_h == m_h_ && shape->m_w == m_w_ && shape->r == r_) {                              \
-        if (shape->backward) weights_of_quad(w, u, inputs, outputs, m_h_, m_w_, r_, 1, tile);      \
-        else weights_of_quad(w, u, inputs, outputs, m_h_, m_w_, r_, 0, tile);                      \
+#define IF(m_h_, m_w_, r_, narrow)                                                                 \
+    if (shape->m_h == m_h_ && shape->m_w == m_w_ && shape->r == r_ && is_narrow(shape) == (narrow))
+#define SIZE(m_h, m_w, r)                                                                          \
+    IF(m_h, m_w, r, 0) {                                                                           \
+        if (!NARROW && shape->backward) weights_of_quad(shape, w, u, m_h, m_w, r, 1, tile);        \
+        else weights_of_quad(shape, w, u, m_h, m_w, r, 0, tile);                                   \
     }
-    EACH_SIZE(SIZE)
+#define NARROW_SIZE(m_h, m_w, r)                                                                   \
+    IF(m_h, m_w, r, 1) weights_of_quad(shape, w, u, m_h, m_w, r, 1, tile);
+    EACH_SIZE(SIZE, NARROW_SIZE)
+#undef NARROW_SIZE
 #undef SIZE
 }
-#endif
 
 /* Return the number of panels into which the vectors of a band are divided. */
 static int64_t panel_count(int64_t vectors) { return parts_of(vectors, PANEL); }
@@ -145,10 +172,10 @@ static void find_places(int64_t *place, int64_t vectors, int64_t inputs, int64_t
     }
 }
 
-/* Compute M of one panel and four outputs from `inputs` inputs, at one point. A long sum would lose accuracy, so it is
- * divided into sums of at most `most` terms. */
+/* Compute M of one panel and four outputs from `inputs` inputs, at one point. A long sum of floats
+ * would lose accuracy, so it is divided into sums of at most `most` terms. */
 INLINE void multiply(const float *V, const float *u, int64_t inputs, int64_t most, float *M,
-                     int64_t output, const int vectors) {
+                     int64_t output, const int vectors, const int narrow) {
     const int64_t sums = parts_of(inputs, most);
     for (int64_t s = 0, c = 0; s < sums; s++) {
         const int64_t stop = inputs * (s + 1) / sums;
@@ -161,7 +188,8 @@ INLINE void multiply(const float *V, const float *u, int64_t inputs, int64_t mos
             UNROLL for (int o = 0; o < QUAD; o++) {
                 vec weight = splat(u[o]);
                 UNROLL for (int v = 0; v < vectors; v++)
-                    sum[o][v] = muladd(weight, x[v], sum[o][v]);
+                    sum[o][v] = narrow ? add_words(weight, x[v], sum[o][v])
+                                       : muladd(weight, x[v], sum[o][v]);
             }
         }
         UNROLL for (int o = 0; o < QUAD; o++)
@@ -175,22 +203,22 @@ INLINE void multiply(const float *V, const float *u, int64_t inputs, int64_t mos
 
 /* Compute M of one panel, at one point, for the quads of outputs in a range, from a range of all
  * `inputs`. */
-static void multiply_panel(const float *V, const float *u, int64_t inputs, struct range from,
+INLINE void multiply_panel(const float *V, const float *u, int64_t inputs, struct range from,
                            struct range to, int64_t most, float *M, int64_t output,
-                           int64_t vectors) {
+                           int64_t vectors, const int narrow) {
     V += from.first * vectors * WIDTH;
     for (int64_t quad = to.first; quad < to.stop; quad++) {
         const float *weight = u + (quad * inputs + from.first) * QUAD;
         float *sum = M + quad * QUAD * output;
         const int64_t count = from.stop - from.first;
         switch (vectors) {
-        case 1: multiply(V, weight, count, most, sum, output, 1); break;
-        case 2: multiply(V, weight, count, most, sum, output, 2); break;
-        case 3: multiply(V, weight, count, most, sum, output, 3); break;
+        case 1: multiply(V, weight, count, most, sum, output, 1, narrow); break;
+        case 2: multiply(V, weight, count, most, sum, output, 2, narrow); break;
+        case 3: multiply(V, weight, count, most, sum, output, 3, narrow); break;
 #if REGISTERS == 32
-        case 4: multiply(V, weight, count, most, sum, output, 4); break;
-        case 5: multiply(V, weight, count, most, sum, output, 5); break;
-        case 6: multiply(V, weight, count, most, sum, output, 6); break;
+        case 4: multiply(V, weight, count, most, sum, output, 4, narrow); break;
+        case 5: multiply(V, weight, count, most, sum, output, 5, narrow); break;
+        case 6: multiply(V, weight, count, most, sum, output, 6, narrow); break;
 #endif
         }
     }
@@ -204,14 +232,15 @@ static int is_zero(const struct winograd *shape, int64_t before, int64_t phase, 
 }
 
 /* Compute M of one band, at one point. M is zero where all weights are zero. */
-static void multiply_point(const struct winograd *shape, const float *V, const float *u, float *M,
-                           int64_t tiles, int64_t point) {
+INLINE void multiply_point(const struct winograd *shape, const float *V, const float *u, float *M,
+                           int64_t tiles, int64_t point, const int narrow) {
     const int n_h = shape->m_h + shape->r - 1, n_w = shape->m_w + shape->r - 1;
     const int row = (int)(point / n_w), column = (int)(point % n_w);
     const int64_t vectors = tiles * PARTS, panels = panel_count(vectors);
     const int64_t step = shape->backward ? shape->step : 1;
-    const int64_t channels = shape->outputs / (step * step);
-    const struct range from = inputs_at(shape, row, column);
+    const int64_t channels = shape->outputs / (step * step), inputs = items(shape);
+    const int64_t longest = narrow ? 1 << 30 : n_h > 4 ? 24 : 32;
+    const struct range from = narrow ? (struct range){0, inputs} : inputs_at(shape, row, column);
     for (int64_t panel = 0; panel < panels; panel++) {
         const int64_t start = panel_start(vectors, panels, panel);
         const int64_t width = panel_start(vectors, panels, panel + 1) - start;
@@ -226,8 +255,8 @@ static void multiply_point(const struct winograd *shape, const float *V, const f
             }
             to.first = most(to.stop, phase * channels / QUAD); /* a quad may have two phases */
             to.stop = quads((phase + 1) * channels);
-            multiply_panel(V + start * shape->inputs * WIDTH, u, shape->inputs, from, to,
-                           n_h > 4 ? 24 : 32, M + start * WIDTH, tiles * LANES, width);
+            multiply_panel(V + start * inputs * WIDTH, u, inputs, from, to, longest,
+                           M + start * WIDTH, tiles * LANES, width, narrow);
         }
     }
 }
@@ -266,33 +295,26 @@ static struct place output_place(const struct winograd *shape, int64_t o) {
     return shape->backward ? place_of_phase(shape, o) : (struct place){o, 0, 0};
 }
 
-/* Compute y of one band, which has the tiles [first, stop). */
-INLINE void convolve_band(const struct team *team, const struct winograd *shape,
-                          const struct bands *bands, int64_t first, int64_t stop, struct pixels x,
-                          const float *u, const float *bias, struct outputs y,
-                          struct finish finish, float *scratch, const int m_h, const int m_w,
-                          const int r) {
+/* Compute V of the tiles [first, stop). */
+INLINE void transform_inputs(const struct team *team, const struct winograd *shape,
+                             const struct bands *bands, int64_t first, int64_t stop,
+                             struct pixels x, float *V, int64_t point, const int m_h,
+                             const int m_w, const int r) {
     const int n_h = m_h + r - 1, n_w = m_w + r - 1;
-    const int64_t inputs = shape->inputs, outputs = shape->outputs;
-    const int64_t padded = quads(outputs) * QUAD, tiles = stop - first;
-    const int64_t v_point = odd_lines(tiles * inputs), m_point = odd_lines(tiles * padded);
-    const int64_t across = bands->across;
-    float *V = scratch;
-    float *M = scratch + n_h * n_w * odd_lines(bands->most * inputs);
-
+    const int64_t inputs = shape->inputs, across = bands->across;
     EACH_TILE(team, c, inputs) {
         int64_t place[MOST * PARTS];
-        const float *input = input_at(&x, input_place(shape, c));
-        find_places(place, tiles * PARTS, inputs, c);
+        const int64_t input = input_offset(&x, input_place(shape, c));
+        find_places(place, (stop - first) * PARTS, inputs, c);
         for (int64_t t = first, next; t < stop; t = next) {
             next = least(t / across * across + across, stop);
-            const float *from = input + t / across * m_h * x.row + t % across * m_w * LANES;
+            const int64_t from = input + t / across * m_h * x.row + t % across * m_w * LANES;
             for (int part = 0; part < PARTS; part++) {
                 const int64_t *to = place + (t - first) * PARTS + part;
 #define GROUP(group)                                                                               \
     if (group < GROUPS(n_h))                                                                       \
-    input_row(from + part * WIDTH, x.row, next - t, V + FIRST(n_h, group) * n_w * v_point, v_point, to, \
-              m_h, m_w, r, group)
+    input_row(x.at, from + part * WIDTH, x.row, next - t, V, FIRST(n_h, group) * n_w * point,      \
+              point, to, m_h, m_w, r, group, 0)
                 GROUP(0);
                 GROUP(1);
                 GROUP(2);
@@ -302,11 +324,54 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
             }
         }
     }
+}
+
+/* Compute V of the tiles [first, stop), for products of bfloat16 numbers. */
+INLINE void transform_pairs(const struct team *team, const struct winograd *shape,
+                            const struct bands *bands, int64_t first, int64_t stop,
+                            struct pixels x, float *V, int64_t point, const int m_h,
+                            const int m_w, const int r) {
+#ifdef BF16
+    const int64_t across = bands->across, vectors = (stop - first) * PARTS;
+    EACH_TILE(team, pair, parts_of(shape->inputs, 2)) {
+        int64_t place[MOST * PARTS], even_place[MOST * PARTS];
+        const int64_t c = 2 * pair, has_odd = c + 1 < shape->inputs;
+        find_places(place, vectors, items(shape), c / PER_WORD);
+        find_places(even_place, vectors, items(shape), c / PER_WORD + has_odd);
+        for (int64_t t = first, next; t < stop; t = next) {
+            next = least(t / across * across + across, stop);
+            const value *even = (const value *)x.at + c * x.channel + t / across * m_h * x.row +
+                                t % across * m_w * LANES;
+            for (int part = 0; part < PARTS; part++) {
+                const int64_t to = (t - first) * PARTS + part;
+                input_words(even + part * WIDTH, has_odd ? even + x.channel + part * WIDTH : NULL,
+                            x.row, next - t, V, point, place + to, even_place + to, m_h, m_w, r);
+            }
+        }
+    }
+#endif
+}
+
+/* Compute y of one band, which has the tiles [first, stop). */
+INLINE void convolve_band(const struct team *team, const struct winograd *shape,
+                          const struct bands *bands, int64_t first, int64_t stop, struct pixels x,
+                          const float *u, const float *bias, struct outputs y,
+                          struct finish finish, float *scratch, const int m_h, const int m_w,
+                          const int r, const int narrow) {
+    const int n_h = m_h + r - 1, n_w = m_w + r - 1;
+    const int64_t outputs = shape->outputs, across = bands->across;
+    const int64_t padded = quads(outputs) * QUAD, tiles = stop - first;
+    const int64_t v_point = odd_lines(tiles * items(shape)), m_point = odd_lines(tiles * padded);
+    float *V = scratch;
+    float *M = scratch + n_h * n_w * odd_lines(bands->most * items(shape));
+
+    if (narrow) transform_pairs(team, shape, bands, first, stop, x, V, v_point, m_h, m_w, r);
+    else transform_inputs(team, shape, bands, first, stop, x, V, v_point, m_h, m_w, r);
     meet(team);
     tick();
     EACH_TILE(team, point, n_h * n_w) {
-        multiply_point(shape, V + point * v_point, u + point * u_stride(inputs, outputs),
-                       M + point * m_point, tiles, point);
+        multiply_point(shape, V + point * v_point, u + point * u_stride(shape),
+                       M + point * m_point, tiles, point, narrow);
         tick();
     }
     meet(team);
@@ -353,22 +418,26 @@ void winograd_conv(const struct team *team, const struct winograd *shape, struct
     int64_t count = parts_of(bands.tiles, bands.most);
     for (int64_t band = 0; band < count; band++) {
         int64_t first = bands.tiles * band / count, stop = bands.tiles * (band + 1) / count;
-#define SIZE(m_h_, m_w_, r_)                                                                       \
-    if (shape->m_h == m_h_ && shape->m_w == m_w_ && shape->r == r_)                                \
-        convolve_band(team, shape, &bands, first, stop, x, u, bias, y, finish, scratch, m_h_,      \
-                      m_w_, r_);
-        EACH_SIZE(SIZE)
+#define SIZE(m_h, m_w, r)                                                                          \
+    IF(m_h, m_w, r, 0)                                                                             \
+    convolve_band(team, shape, &bands, first, stop, x, u, bias, y, finish, scratch, m_h, m_w, r, 0);
+#define NARROW_SIZE(m_h, m_w, r)                                                                   \
+    IF(m_h, m_w, r, 1)                                                                             \
+    convolve_band(team, shape, &bands, first, stop, x, u, bias, y, finish, scratch, m_h, m_w, r, 1);
+        EACH_SIZE(SIZE, NARROW_SIZE)
+#undef NARROW_SIZE
+#undef IF
 #undef SIZE
     }
 }
 
-#ifndef BF16
 int64_t winograd_conv_floats(const struct winograd *shape) {
     struct bands bands = bands_of(shape);
-    return points(shape) * (odd_lines(bands.most * shape->inputs) +
+    return points(shape) * (odd_lines(bands.most * items(shape)) +
                             odd_lines(bands.most * quads(shape->outputs) * QUAD));
 }
 
+#ifndef BF16
 /* The arguments of a pass over one block, for tests. */
 struct example {
     struct winograd shape;

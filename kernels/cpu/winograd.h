@@ -16,6 +16,10 @@
  * infinity. These products are not computed. For R = 3 and s = 2, F(4 x 4, 2 x 2) computes a tile
  * of 16 outputs with 81 instead of 144 products per channel.
  *
+ * With -DBF16, the products of backward passes are of bfloat16 numbers (see value.h): the inputs are
+ * bfloat16 numbers, the transforms compute floats, and the transformed numbers are rounded. Forward
+ * passes multiply floats, because rounding there would change which ReLUs are active.
+ *
  * All members of a team (see team.h) call these functions for a block with the same arguments. The
  * inputs must be complete, so callers first `meet`. The outputs are complete after the caller's
  * next `meet`. */
@@ -27,6 +31,15 @@
 #include "activation.h"
 #include "products.h"
 #include "team.h"
+
+#ifdef BF16 /* functions that are compiled twice, see value.h */
+#define winograd_weights_floats winograd_weights_floats_bf16
+#define winograd_weights_tiles winograd_weights_tiles_bf16
+#define winograd_weights winograd_weights_bf16
+#define winograd_conv_floats winograd_conv_floats_bf16
+#define winograd_dweight_floats winograd_dweight_floats_bf16
+#define winograd_dweight winograd_dweight_bf16
+#endif
 
 /* A convolution of one block, or of one group of its channels. Tiles cover each phase of the
  * output, starting at its first pixel. Tiles at the right and the bottom may extend beyond the
@@ -41,16 +54,25 @@ struct winograd {
     int64_t top, left;       /* if backward, the padding before x, or else 0 */
 };
 
-/* Expand SIZE(m_h, m_w, r) for each size of tiles and filters, with n = 3 to 8. */
-#define EACH_SIZE(SIZE)                                                                            \
-    SIZE(2, 2, 2) SIZE(4, 4, 2) SIZE(2, 2, 3) SIZE(2, 4, 3) SIZE(4, 4, 3) SIZE(2, 2, 4) SIZE(4, 4, 4)            \
-    SIZE(2, 2, 5) SIZE(4, 4, 5)
+/* Whether the products are of bfloat16 numbers, for dx; those for dweight are with -DBF16. */
+static inline int is_narrow(const struct winograd *shape) { return NARROW && shape->backward; }
+
+/* Expand SIZE(m_h, m_w, r) for each size of tiles and filters, with n = 3 to 8, and NARROW_SIZE for
+ * those of passes whose products are of bfloat16 numbers. */
+#ifdef BF16
+#define EACH_SIZE(SIZE, NARROW_SIZE)                                                               \
+    SIZE(4, 4, 3) SIZE(4, 4, 5) NARROW_SIZE(4, 4, 3) NARROW_SIZE(2, 2, 5)
+#else
+#define EACH_SIZE(SIZE, NARROW_SIZE)                                                               \
+    SIZE(2, 2, 2) SIZE(4, 4, 2) SIZE(2, 2, 3) SIZE(2, 4, 3) SIZE(4, 4, 3) SIZE(2, 2, 4)            \
+    SIZE(4, 4, 4) SIZE(2, 2, 5) SIZE(4, 4, 5)
+#endif
 enum { MOST_OUTPUTS = 4 }; /* the largest m_h and m_w */
 
-/* The pixels of a block, 16 floats each. Strides are in floats. Adjacent phases are phase_row and
- * phase_column floats apart. */
+/* The pixels of a block, 16 numbers each: floats, or bfloat16 numbers where the products are of
+ * those. Strides are in numbers. Adjacent phases are phase_row and phase_column numbers apart. */
 struct pixels {
-    float *at; /* channel 0, row 0, column 0 */
+    const void *at; /* channel 0, row 0, column 0 */
     int64_t channel, row; /* strides of channels, and of rows of one phase */
     int64_t phase_row, phase_column;
 };
@@ -115,9 +137,9 @@ static inline struct range inputs_at(const struct winograd *shape, int row, int 
                           last_row || last_column ? stop * channels : shape->inputs};
 }
 
-static inline const float *input_at(const struct pixels *p, struct place place) {
-    return p->at + place.channel * p->channel + place.row * p->phase_row +
-           place.column * p->phase_column;
+/* Return the offset of a channel and phase from p->at. */
+static inline int64_t input_offset(const struct pixels *p, struct place place) {
+    return place.channel * p->channel + place.row * p->phase_row + place.column * p->phase_column;
 }
 
 static inline value *output_at(const struct outputs *p, struct place place) {
@@ -147,7 +169,7 @@ void winograd_conv(const struct team *team, const struct winograd *shape, struct
                    float *scratch);
 
 /* Compute dweight (outputs, inputs, r, r), the block's gradient with respect to the weights of the
- * forward pass `shape`; m_h and m_w are 4. Taps outside the original filter are not defined. x is
+ * forward pass `shape`; m_h and m_w are 4, or 2 with -DBF16 and r = 5. Taps outside the original filter are not defined. x is
  * padded. `dy` starts at its first pixel and is zero beyond its rows and columns up to the end of
  * the tiles (a multiple of 4). */
 int64_t winograd_dweight_floats(const struct winograd *shape);

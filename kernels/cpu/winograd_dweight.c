@@ -4,7 +4,7 @@
 #include "winograd.h"
 #include "winograd_tiles.h"
 
-/* Compute the gradient with respect to r x r weights with F(4x4, r x r) (n^2 points, n = r + 3):
+/* Compute the gradient with respect to r x r weights with F(m x m, r x r) (n^2 points, n = m + r - 1):
  *
  *     dW = G^T [ sum over tiles and images of (B^T d B) . (A dy A^T) ] G
  *
@@ -19,20 +19,29 @@
  *  - Otherwise a vector holds images, which are added up at the end of a band:
  *        V[point][input][tile, image]   D[point][output][tile, image]
  *        S[point][quad of outputs][input][4]
+ *
+ * With -DBF16, x, dy, V and D are bfloat16 numbers, and D is always transposed: the number of
+ * outputs is rounded up to a multiple of 16. See products.h for the order of the sums over images.
  */
 enum {
-    M = 4,
     QUAD = 4,                         /* outputs of a register tile, if vectors hold images */
     INPUTS = REGISTERS == 32 ? 4 : 3, /* inputs of such a register tile */
     MOST = 64,                        /* maximum number of tiles in a band */
     BAND_BYTES = 512 << 10,           /* size of V and D, which hold two lines of points */
+    PER_PIXEL = NARROW ? LANES / 2 : LANES, /* vectors of outputs of a pixel of transposed dy */
 };
+
+/* The side of a tile. Larger tiles for 5x5 filters would amplify the rounding to bfloat16. */
+#define M_OF(r) (NARROW && (r) == 5 ? 2 : 4)
+
+/* The numbers of V in the memory of a float. */
+#define V_PER_FLOAT (NARROW ? PER_WORD : 1)
 
 /* How the work for a shape is divided. The division depends only on the shape, except for the width
  * of panels, which affects no sum. */
 struct plan {
     const struct winograd *shape;
-    int n;
+    int m, n;
     int64_t inputs, outputs, C, K; /* C and K: inputs and outputs rounded up to register tiles */
     int transposed;
     int64_t across, tiles, bands, most; /* tiles per row; all tiles; bands; tiles per band */
@@ -43,21 +52,23 @@ struct plan {
 };
 
 static struct plan plan_of(const struct winograd *shape, float *scratch) {
-    const int n = M + shape->r - 1;
-    struct plan p = {.shape = shape, .n = n, .inputs = shape->inputs, .outputs = shape->outputs};
-    p.transposed = p.outputs % 16 == 0;
-    p.C = parts_of(p.inputs, 4) * 4, p.K = parts_of(p.outputs, QUAD) * QUAD;
-    p.across = parts_of(shape->columns, M);
-    p.tiles = p.across * parts_of(shape->rows, M);
-    int64_t fit = BAND_BYTES / (2 * n * (p.inputs + p.outputs) * LANES * (int64_t)sizeof(float));
+    const int m = shape->m_h, n = m + shape->r - 1;
+    struct plan p = {.shape = shape, .m = m, .n = n, .inputs = shape->inputs, .outputs = shape->outputs};
+    p.transposed = NARROW || p.outputs % LANES == 0;
+    const int64_t wide = p.transposed ? LANES : QUAD;
+    p.C = parts_of(p.inputs, 4) * 4, p.K = parts_of(p.outputs, wide) * wide;
+    p.across = parts_of(shape->columns, m);
+    p.tiles = p.across * parts_of(shape->rows, m);
+    int64_t fit = BAND_BYTES / (2 * n * (p.inputs + p.outputs) * LANES * (int64_t)sizeof(value));
     /* Each band adds to all of S. With `worth` tiles, V and D cause as much memory traffic as S. */
     int64_t worth = most(p.inputs * p.outputs / (8 * (p.inputs + p.outputs)), 4);
     p.bands = parts_of(p.tiles, least(most(fit, worth), MOST));
     p.most = parts_of(p.tiles, p.bands);
-    p.channel = odd_lines(p.most);
-    p.products = products_of(p.inputs, p.outputs, p.most * LANES, p.channel);
+    p.channel = odd_lines(parts_of(p.most * TERMS_PER_PIXEL, LANES));
+    p.products = products_of(p.inputs, p.K, p.most * TERMS_PER_PIXEL, p.channel);
     p.v_point = odd_lines(p.C * p.channel / LANES);
-    p.d_point = odd_lines(p.K * (p.transposed ? p.most : p.channel / LANES));
+    p.d_point = odd_lines(p.transposed ? p.K * p.most * TERMS_PER_PIXEL / LANES
+                                       : p.K * p.channel / LANES);
     p.s_point = odd_lines(p.C * p.K / LANES + 1);
     p.V = scratch;
     p.D = p.V + 2 * n * p.v_point;
@@ -68,39 +79,79 @@ static struct plan plan_of(const struct winograd *shape, float *scratch) {
 
 int64_t winograd_dweight_floats(const struct winograd *shape) {
     struct plan p = plan_of(shape, NULL);
-    int64_t transposed = p.transposed ? p.most * M * M * p.outputs * LANES : 0;
+    int64_t transposed = p.transposed ? p.most * p.m * p.m * p.K * PER_PIXEL : 0;
     return 2 * p.n * (p.v_point + p.d_point) + p.n * p.n * p.s_point + transposed;
 }
 
 /* Compute A dy A^T of one tile, for one group of rows of A. Points of `out` are `point` floats
  * apart. */
-INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t point, const int n,
-                          const int group) {
+INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t point, const int m,
+                          const int n, const int group) {
     const int lines = IN_GROUP(n, group);
-    vec t[2][M], d[M], v[MOST_POINTS];
-    UNROLL for (int c = 0; c < M; c++) {
-        UNROLL for (int r = 0; r < M; r++) d[r] = load(dy + r * row + c * LANES);
-        gradient_group(d, v, M, n, group);
+    vec t[2][MOST_OUTPUTS], d[MOST_OUTPUTS], v[MOST_POINTS];
+    UNROLL for (int c = 0; c < m; c++) {
+        UNROLL for (int r = 0; r < m; r++) d[r] = load(dy + r * row + c * LANES);
+        gradient_group(d, v, m, n, group);
         UNROLL for (int line = 0; line < lines; line++) t[line][c] = v[line];
     }
     UNROLL for (int line = 0; line < lines; line++) {
-        gradient_line(t[line], v, M, n);
+        gradient_line(t[line], v, m, n);
         UNROLL for (int c = 0; c < n; c++) store(out + (line * n + c) * point, v[c]);
     }
 }
 
+/* With -DBF16: the same for two images, which are the halves of the words of dy. Write the words of
+ * D; if words hold single numbers, the second image is `next` floats further. */
+INLINE void gradient_words(const float *dy, int64_t row, int64_t pixel, float *out, int64_t next,
+                           int64_t point, const int m, const int n, const int group) {
+    const int lines = IN_GROUP(n, group);
+    vec t[2][2][MOST_OUTPUTS], d[2][MOST_OUTPUTS], v[2][MOST_POINTS];
+    UNROLL for (int c = 0; c < m; c++) {
+        UNROLL for (int r = 0; r < m; r++) {
+            words both = (words)load(dy + r * row + c * pixel);
+            d[0][r] = (vec)(both << 16), d[1][r] = (vec)(both & 0xffff0000);
+        }
+        UNROLL for (int image = 0; image < 2; image++) {
+            gradient_group(d[image], v[image], m, n, group);
+            UNROLL for (int line = 0; line < lines; line++) t[image][line][c] = v[image][line];
+        }
+    }
+    UNROLL for (int line = 0; line < lines; line++) {
+        UNROLL for (int image = 0; image < 2; image++) gradient_line(t[image][line], v[image], m, n);
+        UNROLL for (int c = 0; c < n; c++) {
+            float *to = out + (line * n + c) * point;
+            if (PER_WORD == 2) store(to, paired(v[0][c], v[1][c]));
+            else store(to, rounded(v[0][c])), store(to + next, rounded(v[1][c]));
+        }
+    }
+}
+
+/* Return where dy has a tile of an output. */
+static const value *tile_of(const struct plan *p, struct pixels dy, int64_t output,
+                            int64_t tile) {
+    return (const value *)dy.at + output * dy.channel + tile / p->across * p->m * dy.row +
+           tile % p->across * p->m * LANES;
+}
+
 /* Transpose dy of a band to vectors of outputs: T[16 outputs][tile][image][pixel of the
- * tile][output]. */
+ * tile][output], or, with -DBF16, T[16 outputs][tile][pixel of the tile][pair of images][output]. */
 static void transpose_band(const struct team *team, const struct plan *p, struct pixels dy,
                            int64_t first, int64_t tiles) {
-    EACH_TILE(team, item, p->outputs / LANES * M) {
-        const int64_t o = item / M * LANES, r = item % M;
+    const int m = p->m;
+    EACH_TILE(team, item, p->K / LANES * m) {
+        const int64_t o = item / m * LANES, r = item % m;
         for (int64_t t = first; t < first + tiles; t++) {
-            const float *from = dy.at + o * dy.channel + (t / p->across * M + r) * dy.row +
-                                t % p->across * M * LANES;
-            float *to = p->T + ((item / M * tiles + t - first) * LANES * M + r) * M * LANES;
-            for (int c = 0; c < M; c++)
-                transpose_16(from + c * LANES, dy.channel, to + c * LANES, M * M * LANES);
+            const float *from = (const float *)(tile_of(p, dy, o, t) + r * dy.row);
+            float *to = p->T + (item / m * tiles + t - first) * m * m * PER_PIXEL * LANES;
+            if (NARROW) {
+                for (int c = 0; c < m; c += 2) /* 16 words hold two pixels */
+                    transpose_16(from + c * PER_PIXEL, dy.channel / 2,
+                                 to + (r * m + c) * PER_PIXEL * LANES, LANES);
+            } else {
+                for (int c = 0; c < m; c++)
+                    transpose_16(from + c * LANES, dy.channel, to + (r * m + c) * LANES,
+                                 m * m * LANES);
+            }
         }
     }
     meet(team);
@@ -110,39 +161,46 @@ static void transpose_band(const struct team *team, const struct plan *p, struct
 INLINE void transform_band(const struct team *team, const struct plan *p, struct pixels x,
                            struct pixels dy, int64_t first, int64_t tiles, const int r,
                            const int group) {
-    const int n = M + r - 1;
+    const int m = M_OF(r), n = m + r - 1;
     const int64_t across = p->across;
     int64_t place[MOST * PARTS];
     for (int64_t t = 0; t < tiles; t++) place[t * PARTS] = t * LANES;
     EACH_TILE(team, i, p->inputs) {
-        const float *input = input_at(&x, place_of_phase(p->shape, i));
+        const int64_t input = input_offset(&x, place_of_phase(p->shape, i));
         for (int64_t t = first, next; t < first + tiles; t = next) {
             next = least(t / across * across + across, first + tiles);
-            const float *from = input + t / across * M * x.row + t % across * M * LANES;
-            float *to = p->V + i * p->channel + (t - first) * LANES;
+            const int64_t from = input + t / across * m * x.row + t % across * m * LANES;
+            const int64_t to = i * p->channel * V_PER_FLOAT + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
-                input_row(from + part, x.row, next - t, to + part, p->v_point, place, M, M, r, group);
+                input_row(x.at, from + part, x.row, next - t, p->V, to + part,
+                          p->v_point * V_PER_FLOAT, place, m, m, r, group, NARROW);
         }
     }
     if (p->transposed) {
-        EACH_TILE(team, item, p->outputs / LANES * tiles) {
+        EACH_TILE(team, item, p->K / LANES * tiles) {
             const int64_t o = item / tiles * LANES, t = item % tiles;
-            const float *from = p->T + item * M * M * LANES * LANES;
-            const int64_t panel = p->products.panel;
-            float *to = p->D + place_of(&p->products, o, t * LANES);
-            for (int image = 0; image < LANES; image++, from += M * M * LANES, to += panel)
-                for (int part = 0; part < LANES; part += WIDTH)
-                    gradient_tile(from + part, M * LANES, to + part, p->d_point, n, group);
+            const float *from = p->T + item * m * m * PER_PIXEL * LANES;
+            const int64_t panel = p->products.panel, pixel = PER_PIXEL * LANES;
+            float *to = p->D + place_of(&p->products, o, t * TERMS_PER_PIXEL);
+            for (int part = 0; part < LANES; part += WIDTH)
+                for (int i = 0; i < PER_PIXEL; i++) {
+                    if (NARROW)
+                        gradient_words(from + i * LANES + part, m * pixel, pixel,
+                                       to + TERMS_PER_PIXEL / PER_PIXEL * i * panel + part, panel,
+                                       p->d_point, m, n, group);
+                    else
+                        gradient_tile(from + i * m * m * LANES + part, m * LANES,
+                                      to + i * panel + part, p->d_point, m, n, group);
+                }
         }
         return;
     }
     EACH_TILE(team, o, p->outputs) {
         for (int64_t t = first; t < first + tiles; t++) {
-            const float *from = dy.at + o * dy.channel + t / across * M * dy.row +
-                                t % across * M * LANES;
+            const float *from = (const float *)tile_of(p, dy, o, t);
             float *to = p->D + o * p->channel + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
-                gradient_tile(from + part, dy.row, to + part, p->d_point, n, group);
+                gradient_tile(from + part, dy.row, to + part, p->d_point, m, n, group);
         }
     }
 }
@@ -221,17 +279,17 @@ static void point_lanes(const struct plan *p, struct range inputs, const float *
 
 /* Compute G^T S G for 16 pairs of an input and an output: taps[i * r + j][pair]. */
 INLINE void filters(const float *S, int64_t point, float (*taps)[16], const int r) {
-    const int n = M + r - 1;
+    const int m = M_OF(r), n = m + r - 1;
     UNROLL for (int part = 0; part < 16; part += WIDTH) {
         const float *from = S + part;
         vec t[MOST_TAPS][MOST_POINTS], v[MOST_POINTS], out[MOST_TAPS];
         UNROLL for (int i = 0; i < n; i++, from += n * point) {
             UNROLL for (int c = 0; c < n; c++) v[c] = load(from + c * point);
-            filter_sums(v, out, M, r);
+            filter_sums(v, out, m, r);
             UNROLL for (int s = 0; s < r; s++) t[s][i] = out[s];
         }
         UNROLL for (int s = 0; s < r; s++) {
-            filter_sums(t[s], out, M, r);
+            filter_sums(t[s], out, m, r);
             UNROLL for (int i = 0; i < r; i++) store(&taps[r * i + s][part], out[i]);
         }
     }
@@ -252,7 +310,7 @@ INLINE void finish_transposed(const struct plan *p, int64_t tile, float *dweight
             for (int tap = 0; tap < filter; tap += 16) /* the next input overwrites 7 extra taps */
                 transpose_16(taps[tap], LANES, filters_of + j * filter + tap, row);
         }
-        for (int64_t o = 0; o < LANES; o++)
+        for (int64_t o = 0; o < least(p->outputs - tile * LANES, LANES); o++)
             memcpy(dweight + ((tile * LANES + o) * p->inputs + i) * filter, filters_of + o * row,
                    (size_t)(count * filter) * sizeof(float));
     }
@@ -274,7 +332,7 @@ INLINE void finish_lanes(const struct plan *p, int64_t tile, float *dweight, con
 INLINE void dweight_group(const struct team *team, const struct plan *p, struct pixels x,
                           struct pixels dy, int64_t first, int64_t tiles, const int r,
                           const int group) {
-    const int n = M + r - 1;
+    const int n = M_OF(r) + r - 1;
     transform_band(team, p, x, dy, first, tiles, r, group);
     meet(team);
     tick();
@@ -285,8 +343,8 @@ INLINE void dweight_group(const struct team *team, const struct plan *p, struct 
         struct range inputs = inputs_at(p->shape, (int)(index / n), (int)(index % n));
         inputs.first = inputs.first / 8 * 8; /* register tiles have eight inputs */
         if (p->transposed)
-            add_products(&p->products, V, D, tiles * LANES, (struct range){0, p->outputs}, inputs,
-                         S, first > 0);
+            add_products(&p->products, V, D, tiles * TERMS_PER_PIXEL, (struct range){0, p->K},
+                         inputs, S, first > 0);
         else
             point_lanes(p, inputs, V, D, tiles, S, first > 0);
         tick();
@@ -303,11 +361,11 @@ INLINE void dweight_of(const struct team *team, const struct plan *p, struct pix
         dweight_group(team, p, x, dy, first, tiles, r, 0);
         dweight_group(team, p, x, dy, first, tiles, r, 1);
         dweight_group(team, p, x, dy, first, tiles, r, 2);
-        if (GROUPS(M + r - 1) > 3) dweight_group(team, p, x, dy, first, tiles, r, 3);
-        if (GROUPS(M + r - 1) > 4) dweight_group(team, p, x, dy, first, tiles, r, 4);
+        if (GROUPS(M_OF(r) + r - 1) > 3) dweight_group(team, p, x, dy, first, tiles, r, 3);
+        if (GROUPS(M_OF(r) + r - 1) > 4) dweight_group(team, p, x, dy, first, tiles, r, 4);
     }
     if (p->transposed)
-        EACH_TILE(team, tile, p->outputs / LANES) finish_transposed(p, tile, dweight, r);
+        EACH_TILE(team, tile, p->K / LANES) finish_transposed(p, tile, dweight, r);
     else
         EACH_TILE(team, tile, p->K / QUAD) finish_lanes(p, tile, dweight, r);
 }
@@ -323,6 +381,7 @@ void winograd_dweight(const struct team *team, const struct winograd *shape, str
     }
 }
 
+#ifndef BF16
 /* The arguments of a pass over one block, for tests. */
 struct example {
     struct winograd shape;
@@ -337,12 +396,13 @@ static void example_dweight(const struct team *team, void *job, int64_t block) {
 
 void mpidl_winograd_dweight(const float *x, const float *dy, float *dweight,
                             const int64_t *shape) {
-    const int r = (int)shape[6];
-    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], M, M, r, 0, 1, r, 0, 0},
+    const int m = (int)shape[4], r = (int)shape[6];
+    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], m, m, r, 0, 1, r, 0, 0},
                         .dweight = dweight};
-    const int64_t rows = winograd_extent(shape[2], M, r), row = winograd_extent(shape[3], M, r);
+    const int64_t rows = winograd_extent(shape[2], m, r), row = winograd_extent(shape[3], m, r);
     const int64_t dy_rows = rows - (r - 1), dy_row = row - (r - 1);
     e.x = (struct pixels){(float *)x, rows * row * LANES, row * LANES, 0, 0};
     e.dy = (struct pixels){(float *)dy, dy_rows * dy_row * LANES, dy_row * LANES, 0, 0};
     each_block(1, example_dweight, &e, winograd_dweight_floats(&e.shape), 0);
 }
+#endif

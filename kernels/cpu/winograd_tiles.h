@@ -14,7 +14,7 @@
 #ifndef MPIDL_WINOGRAD_TILES_H
 #define MPIDL_WINOGRAD_TILES_H
 
-#include "lanes.h"
+#include "value.h"
 
 enum { MOST_POINTS = 8, MOST_PAIRS = 3, MOST_TAPS = 5 }; /* maximum sizes along one dimension */
 
@@ -87,34 +87,90 @@ INLINE void input_line(const vec *d, vec *out, const int n) {
         input_group(d, out + FIRST(n, group), n, group);
 }
 
-/* Compute B^T d B for one group of rows of B^T, in `tiles` adjacent tiles that start at pixel x.
- * Tile t is written to out + place[t * PARTS], with points `point` floats apart. Adjacent tiles
- * share r - 1 columns. */
-INLINE void input_row(const float *x, int64_t row, int64_t tiles, float *out, int64_t point,
-                      const int64_t *place, const int m_h, const int m_w, const int r,
-                      const int group) {
+/* The inputs and outputs of input_row are floats. If `narrow`, they are operands of bfloat16
+ * products over images: the inputs are bfloat16 numbers, and so are the outputs if words hold two of
+ * them. */
+INLINE vec load_input(const void *x, int64_t at, const int narrow) {
+    return narrow ? load((const uint16_t *)x + at) : load((const float *)x + at);
+}
+INLINE void store_input(void *out, int64_t at, vec v, const int narrow) {
+    if (narrow && PER_WORD == 2) store((uint16_t *)out + at, v);
+    else store((float *)out + at, narrow ? rounded(v) : v);
+}
+
+/* Compute B^T d B for one group of rows of B^T, in `tiles` adjacent tiles that start at the offset
+ * `pixel` in x. Tile t is written to the offset place[t * PARTS] in out, with points `point` numbers
+ * apart. Adjacent tiles share r - 1 columns. */
+INLINE void input_row(const void *x, int64_t pixel, int64_t row, int64_t tiles, void *out,
+                      int64_t first, int64_t point, const int64_t *place, const int m_h,
+                      const int m_w, const int r, const int group, const int narrow) {
     const int n_h = m_h + r - 1, n_w = m_w + r - 1, lines = IN_GROUP(n_h, group);
     vec t[2][MOST_POINTS], d[MOST_POINTS], v[MOST_POINTS];
     UNROLL for (int c = 0; c < r - 1; c++) {
-        UNROLL for (int i = 0; i < n_h; i++) d[i] = load(x + i * row + c * LANES);
+        UNROLL for (int i = 0; i < n_h; i++)
+            d[i] = load_input(x, pixel + i * row + c * LANES, narrow);
         input_group(d, v, n_h, group);
         UNROLL for (int line = 0; line < lines; line++) t[line][m_w + c] = v[line];
     }
-    for (int64_t tile = 0; tile < tiles; tile++, x += m_w * LANES) {
+    for (int64_t tile = 0; tile < tiles; tile++, pixel += m_w * LANES) {
         UNROLL for (int line = 0; line < lines; line++)
             UNROLL for (int c = 0; c < r - 1; c++) t[line][c] = t[line][m_w + c];
         UNROLL for (int c = r - 1; c < n_w; c++) {
-            UNROLL for (int i = 0; i < n_h; i++) d[i] = load(x + i * row + c * LANES);
+            UNROLL for (int i = 0; i < n_h; i++)
+                d[i] = load_input(x, pixel + i * row + c * LANES, narrow);
             input_group(d, v, n_h, group);
             UNROLL for (int line = 0; line < lines; line++) t[line][c] = v[line];
         }
-        float *to = out + place[tile * PARTS];
+        const int64_t to = first + place[tile * PARTS];
         UNROLL for (int line = 0; line < lines; line++) {
             input_line(t[line], v, n_w);
-            UNROLL for (int c = 0; c < n_w; c++) store(to + (line * n_w + c) * point, v[c]);
+            UNROLL for (int c = 0; c < n_w; c++)
+                store_input(out, to + (line * n_w + c) * point, v[c], narrow);
         }
     }
 }
+
+#ifdef BF16
+/* Compute B^T d B of a pair of channels, of which `odd` may be NULL, in `tiles` adjacent tiles.
+ * Write the words of tile t to out + place[t * PARTS]; if words hold single numbers, the odd channel
+ * goes there, and the even channel to out + even_place[t * PARTS]. */
+INLINE void input_words(const value *even, const value *odd, int64_t row, int64_t tiles, float *out,
+                        int64_t point, const int64_t *place, const int64_t *even_place,
+                        const int m_h, const int m_w, const int r) {
+    enum { CHUNK = 6, COLUMNS = CHUNK * 4 + MOST_TAPS - 1 }; /* tiles in the first-level cache */
+    const int n_h = m_h + r - 1, n_w = m_w + r - 1;
+    vec t[2][MOST_POINTS][COLUMNS], d[MOST_POINTS], v[2][MOST_POINTS];
+    for (int64_t first = 0; first < tiles; first += CHUNK) {
+        const int64_t chunk = least(tiles - first, CHUNK), columns = chunk * m_w + r - 1;
+        for (int channel = 0; channel < 2; channel++) {
+            const value *x = channel ? odd : even;
+            if (x) x += first * m_w * LANES;
+            for (int64_t c = 0; c < columns; c++) {
+                UNROLL for (int i = 0; i < n_h; i++)
+                    d[i] = x ? load(x + i * row + c * LANES) : zero();
+                input_line(d, v[0], n_h);
+                UNROLL for (int i = 0; i < n_h; i++) t[channel][i][c] = v[0][i];
+            }
+        }
+        for (int line = 0; line < n_h; line++)
+            for (int64_t tile = 0; tile < chunk; tile++) {
+                float *to = out + line * n_w * point;
+                input_line(&t[0][line][tile * m_w], v[0], n_w);
+                input_line(&t[1][line][tile * m_w], v[1], n_w);
+                const int64_t at = place[(first + tile) * PARTS];
+                const int64_t even_at = even_place[(first + tile) * PARTS];
+                UNROLL for (int c = 0; c < n_w; c++) {
+                    if (PER_WORD == 2) {
+                        store(to + at + c * point, paired(v[0][c], v[1][c]));
+                    } else {
+                        if (odd) store(to + at + c * point, rounded(v[1][c]));
+                        store(to + even_at + c * point, rounded(v[0][c]));
+                    }
+                }
+            }
+    }
+}
+#endif
 
 /* Return the sum over pairs of x[pair] times the point's power, plus `last` if it is not NULL. */
 INLINE vec sum_of_powers(const vec *x, const vec *last, const int n, const int exponent) {

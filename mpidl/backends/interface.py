@@ -123,7 +123,7 @@ class Backend(TrainingFunctions, Protocol):
         counts: Array,
         tree: Tree,
         needs: Sequence[bool],
-        activation_after: tuple[Any, Vector, Vector, Vector] | None = None,
+        activation_after: tuple[Any, ...] | None = None,
         sums: bool = False,
         overwrite: bool = False,
     ) -> Gradients:
@@ -134,10 +134,12 @@ class Backend(TrainingFunctions, Protocol):
         dy : Lanes
             Gradient with respect to the output y or, if `activation_after` is given, with respect
             to the activation of y.
-        activation_after : (DeferredInput of y, a, b, c), optional
+        activation_after : (DeferredInput of y, a, b, c) or (z,), optional
             Backpropagate dy through ReLU and batch normalization first. The gradient of y is then
             a * dz + b * (y - mean) + c, where dz is dy if the activation is > 0, else 0. For a
             NormalizedInput, which has no limits, dz is dy.
+            With (z,), only a ReLU follows, whose output is z: the gradient of y is dy if z > 0,
+            else 0.
         sums : bool
             Whether to compute the `activation_sums` of dx too. x must then be a DeferredInput.
         overwrite : bool

@@ -108,9 +108,18 @@ def conv2d_relu(
     y = backend.conv2d_relu(x.source, weight, bias, geometry, joined)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        dz = backend.relu_dx(dy.raw, y)
+        dz, relu = dy.raw, (y,)
+        if addend is not None:  # dz is also the cotangent of the addend
+            dz, relu = backend.relu_dx(dz, y), None
         dx, dweight, dbias, _ = backend.conv2d_backward(
-            dz, x.source, weight, geometry, batch.counts(), batch.tree, needs[:3]
+            dz,
+            x.source,
+            weight,
+            geometry,
+            batch.counts(),
+            batch.tree,
+            needs[:3],
+            activation_after=relu,
         )
         gradients = None if dx is None else x.like(dx), dweight, dbias
         return gradients if addend is None else (*gradients, addend.like(dz))

@@ -133,12 +133,15 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy, narr
 
     Backward passes use tiles of 4x4 outputs, whose error is at most a few times the error of a
     direct sum. With 5x5 filters the error is larger, and dx would pass the error on to all earlier
-    layers. Therefore "auto" uses tiles of 2x2 for dx with 5x5 filters.
+    layers. Therefore "auto" uses tiles of 2x2 for dx with 5x5 filters. In bfloat16, where backward
+    passes round the transformed numbers, dweight uses such tiles with 5x5 filters, too.
 
     In forward passes, an error can change the sign of a ReLU's input. Therefore "auto" uses the
     largest tile whose root mean square error is at most about 1.4 times the error of a direct sum
     in float32. The error of a direct sum grows with the number of terms, and the error of a tile
-    hardly does, so more terms permit larger tiles. Only "fast" always uses tiles of 4x4.
+    hardly does, so more terms permit larger tiles. Only "fast" always uses tiles of 4x4, and so do
+    forward passes in bfloat16, which compute in float32: their error is far below the rounding of
+    the result.
 
     At other strides, the tile with the fewest products is used if it is accurate enough, because a
     large tile may extend beyond a small output. Direct sums in bfloat16 are faster than 2x2 and 4x4
@@ -166,12 +169,15 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy, narr
     enough = enough and (step == 1 or c * r * r >= MANY_TERMS)
     outputs = MANY_5X5 if side == 5 else FEW
     forward = [tile for terms, tile in ACCURATE[side] if c * r * r >= terms and k >= outputs]
-    if fast:
+    if narrow:
+        forward = [44] if min(c * step**2, k) >= (FEW if side == 3 else SAVING) else []
+    elif fast:
         forward = [44] if side == 3 or enough else []
+    large = 22 if narrow and side == 5 else 44
     if step == 1:
         if side == 3:
             return max(forward, default=0), 44 if k >= SAVING else 0, 44 if c >= SAVING else 0
-        return max(forward, default=0), (44 if fast else 22) * enough, 44 * enough
+        return max(forward, default=0), (large if fast else 22) * enough, large * enough
     befores = padding[0][0], padding[1][0]
     dx_side = max(winograd_side(r, step, before) for before in befores)
     backward = TILES.get(dx_side, ()) if enough and not narrow else ()
@@ -179,7 +185,7 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy, narr
     return (
         _fastest(forward, side, *shared),
         _fastest(backward, dx_side, *shared, befores),
-        _fastest([44] if enough else [], side, *shared),
+        _fastest([large] if enough else [], side, *shared),
     )
 
 
@@ -251,7 +257,7 @@ def conv2d_backward(
         after = source_of(source_after)
         if isinstance(source_after, NormalizedInput):
             after = (*after[:2], *NO_NORM[1:])
-        after = (*after, *map(per_channel, factors))
+        after = (*after, *map(per_channel, factors or (None,) * 3))
     dy = np.ascontiguousarray(as_type(dy, source[0].dtype))
     dx = None
     if needs[0]:

@@ -108,7 +108,9 @@ def conv2d_backward(
     overwrite=False,
 ):
     images = batchnorm.read(x)
-    if activation_after is not None:
+    if activation_after is not None and len(activation_after) == 1:
+        dy = activation.relu_dx(dy, *activation_after)
+    elif activation_after is not None:
         source, a, b, c = activation_after
         dy = batchnorm.activation_dx(dy, source, a, b, c, counts, overwrite)
     dx = dweight = dbias = dx_sums = None

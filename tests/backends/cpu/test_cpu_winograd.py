@@ -11,12 +11,14 @@ import pytest
 from cpu_builds import needs_kernels, on_all_builds
 from single_rank import numbers
 
+import mpidl as dl
 from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.backends.shapes import Geometry
 from mpidl.core.blocks import LANES
+from mpidl.core.values import BF16
 
 ROOT = Path(__file__).parents[3]
 
@@ -275,6 +277,155 @@ def kernel_points(n):
     text = (ROOT / "kernels" / "cpu" / "winograd_tiles.h").read_text()
     (line,) = re.findall(rf"#define POINT_OF_{n}\(pair\) (.*)", text)
     return tuple(str(Fraction(number)) for number in re.findall(r"([0-9.]+)f", line))
+
+
+# In bfloat16, backward passes round the transformed numbers and add products of pairs.
+
+# (C, K, H, W, side)
+NARROW_SHAPES = [
+    (17, 9, 13, 11, 3),
+    (9, 17, 5, 6, 3),
+    (20, 20, 12, 24, 3),
+    (8, 33, 4, 33, 3),
+    (33, 15, 9, 10, 5),
+    (8, 48, 7, 4, 5),
+]
+NARROW_SHAPE = pytest.mark.parametrize("shape", NARROW_SHAPES, ids=lambda s: "-".join(map(str, s)))
+
+
+def to_bf16(values):
+    """Round to the nearest bfloat16 number, ties to even."""
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+
+
+def wide(values):
+    """Return an array that the library stores in bfloat16 as float32; others unchanged."""
+    if values.dtype != BF16:
+        return values
+    return (values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(values):
+    """Return an array as the library stores it in bfloat16."""
+    return (to_bf16(values).view(np.uint32) >> 16).astype(np.uint16).view(BF16)
+
+
+def stored_example(shape):
+    """Draw (x, w, dy) of one block; x and dy are bfloat16 numbers."""
+    inputs, outputs, rows, columns, side = shape
+    x = to_bf16(numbers("x", inputs, rows, columns, LANES))
+    dy = to_bf16(numbers("dy", outputs, rows, columns, LANES))
+    return x, weights(outputs, inputs, side), dy
+
+
+def gradients(x, w, dy):
+    """Return dx and dweight as the library computes them in bfloat16."""
+    batch = dl.share(LANES, dl.OneRank())
+    geometry = Geometry((1, 1), ((len(w[0, 0]) // 2,) * 2,) * 2)
+    values = narrow(dy[None]), narrow(x[None]), w, geometry, batch.counts(), batch.tree
+    dx, dweight, *_ = cpu.conv2d_backward(*values, (True, True, False))
+    ((node,),) = (term.nodes for term in dweight.terms)
+    return wide(dx)[0], np.array(node)
+
+
+def tiles_of(x, m, n, before):
+    """Return tiles (channels, rows, columns, n, n, 16) of x, m pixels apart, from a border on."""
+    count = [-(-size // m) for size in x.shape[1:3]]
+    after = [
+        (size - 1) * m + n - before - old for size, old in zip(count, x.shape[1:3], strict=True)
+    ]
+    x = np.pad(x, ((0, 0), (before, after[0]), (before, after[1]), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(x, (n, n), axis=(1, 2))
+    return np.moveaxis(windows[:, ::m, ::m], 3, -1)
+
+
+def sum_of_pairs(first, second, swap=False):
+    """Return the sum over axis 0 of first * second, each addition rounded to float32.
+
+    The second number of a pair is added first, or with `swap`, the first one.
+    """
+    total = np.zeros(np.broadcast_shapes(first.shape[1:], second.shape[1:]), np.float32)
+    for i in range(0, len(first), 2):
+        pair = [j for j in (i + 1, i) if j < len(first)]
+        for j in pair[::-1] if swap else pair:
+            total = (total + first[j].astype(float) * second[j]).astype(np.float32)
+    return total
+
+
+def narrow_tile(side):
+    """Return m, n and the matrices of the tiles of backward passes in bfloat16."""
+    m = {3: 4, 5: 2}[side]
+    n = m + side - 1
+    return m, n, matrices(m, side, [Fraction(point) for point in kernel_points(n)])
+
+
+def emulated_dx(x, w, dy, swap=False):
+    side, (_, rows, columns, _) = w.shape[2], x.shape
+    m, n, (transform, filters, outputs) = narrow_tile(side)
+    flipped = w[:, :, ::-1, ::-1].astype(float)
+    u = to_bf16(np.einsum("ai,kcij,bj->kcab", filters, flipped, filters))
+    tiles = tiles_of(dy.astype(float), m, n, side // 2)
+    v = to_bf16(np.einsum("ai,kpqijl,bj->kpqabl", transform, tiles, transform))
+    products = sum_of_pairs(u[:, :, None, None, :, :, None], v[:, None], swap)
+    y = np.einsum("ia,cpqabl,jb->cpiqjl", outputs, products.astype(float), outputs)
+    y = y.reshape(len(x), y.shape[1] * m, y.shape[3] * m, LANES)
+    return y[:, :rows, :columns]
+
+
+def emulated_dweight(x, w, dy, swap=False):
+    side = w.shape[2]
+    m, n, (transform, filters, outputs) = narrow_tile(side)
+    tiles = tiles_of(x.astype(float), m, n, side // 2)
+    v = to_bf16(np.einsum("ai,cpqijl,bj->pqlcab", transform, tiles, transform))
+    tiles = tiles_of(dy.astype(float), m, m, 0)
+    d = to_bf16(np.einsum("ia,kpqijl,jb->pqlkab", outputs, tiles, outputs))
+    v, d = (a.reshape(-1, *a.shape[3:]) for a in (v, d))
+    sums = sum_of_pairs(d[:, :, None], v[:, None], swap)
+    return np.einsum("ai,kcab,bj->kcij", filters, sums.astype(float), filters)
+
+
+# Bounds of the error relative to an emulation that rounds the same numbers (dx is rounded once
+# more), and the least error relative to direct sums, which do not round transformed numbers.
+DX_ERROR, DWEIGHT_ERROR, ROUNDING = 1.9e-3, 5e-5, 7e-3
+
+
+@needs_kernels
+@NARROW_SHAPE
+def test_gradients_in_bf16_round_the_transformed_numbers(shape):
+    x, w, dy = stored_example(shape)
+    results = on_all_builds(lambda: gradients(x, w, dy))
+    side, before = shape[4], shape[4] // 2
+    border = np.pad(dy, ((0, 0), (before, before), (before, before), (0, 0)))
+    flipped = w[:, :, ::-1, ::-1].swapaxes(0, 1)
+    exact_dx = conv_reference(border, flipped, np.zeros(len(x)), *shape[2:4])
+    border = np.pad(x, ((0, 0), (before, before), (before, before), (0, 0)))
+    exact_dweight = dweight_reference(border, dy, *shape[2:4], side)
+    expected = emulated_dx(x, w, dy), emulated_dweight(x, w, dy)
+    for dx, dweight in results.values():
+        assert relative(dx, expected[0]) < DX_ERROR
+        assert relative(dx, exact_dx) > ROUNDING
+        assert relative(dweight, expected[1]) < DWEIGHT_ERROR
+        assert relative(dweight, exact_dweight) > ROUNDING
+
+
+@needs_kernels
+@NARROW_SHAPE
+def test_the_order_of_pairs_decides_the_bytes_of_gradients_in_bf16(shape):
+    x, w, dy = stored_example(shape)
+    outputs = len(dy) // 2 * 2  # in pairs
+    order = np.r_[np.arange(outputs).reshape(-1, 2)[:, ::-1].ravel(), outputs : len(dy)]
+    images = np.arange(LANES).reshape(-1, 2)[:, ::-1].ravel()
+    # large numbers that cancel leave rounding errors that the rounding of dx does not hide
+    dy[1] *= 2**12
+    dy[outputs - 1], w[outputs - 1] = -dy[1], w[1]
+    dx, dweight = gradients(x, w, dy)
+    swapped_dx, _ = gradients(x, w[order], dy[order])
+    _, swapped_dweight = gradients(x[..., images], w, dy[..., images])
+    assert not np.array_equal(dx, swapped_dx)
+    assert not np.array_equal(dweight, swapped_dweight)
+    assert relative(dx, swapped_dx) < DX_ERROR
+    assert relative(dweight, swapped_dweight) < 1e-6
 
 
 # {(m, side): (classic points, other points, largest error relative to the classic points)}
