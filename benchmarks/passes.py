@@ -210,13 +210,17 @@ def winograd_products(backend: Any, x: np.ndarray, weight: np.ndarray, geometry:
     phase = [-(-n // stride) for n in x.shape[2:4]]  # pixels of a phase of dx
     befores = padding[0][0], padding[1][0]
     sides = [conv.winograd_side(taps, stride, before) for before in (0, *befores)]
-    forward, backward = (sides[0], output, (None, None)), (max(sides[1:]), phase, befores)
+    forward, dx = (sides[0], output, (None, None)), (max(sides[1:]), phase, befores)
     counts = []
-    for size, (side, *lines) in zip(tiles, (forward, backward, forward), strict=True):
+    for size, (side, *lines), partial in zip(
+        tiles, (forward, dx, forward), (True, True, False), strict=True
+    ):
         products = 2 * pairs * len(x) * LANES
         for tile, pixels, before in zip(divmod(size, 10), *lines, strict=True):
             if size:
-                products *= conv.winograd_products(taps, stride, side, tile, pixels, before)
+                products *= conv.winograd_products(
+                    taps, stride, side, tile, pixels, before=before, partial=partial
+                )
         counts.append(products if size else None)
     return counts
 

@@ -103,7 +103,7 @@ void direct_rows(const struct team *team, const struct direct *d) {
 /* ---- weights ---- */
 
 /* Return words: numbers for FLOATS and ROUNDED, where `odd` is not used, and pairs for PAIRS. */
-INLINE vec words_of(enum form form, vec even, vec odd) {
+INLINE vec items_of(enum form form, vec even, vec odd) {
     if (form == PAIRS) return paired(even, odd);
     return form == ROUNDED ? rounded(even) : even;
 }
@@ -151,7 +151,7 @@ INLINE void pack_adjacent_outputs(enum form form, float *out, const float *weigh
     for (int64_t t = 0; t < taps; t++) {
         vec even = load(weight + index[form == PAIRS ? 2 * t : t]), odd = zero();
         if (form == PAIRS && index[2 * t + 1] >= 0) odd = load(weight + index[2 * t + 1]);
-        store_quarters(out + t * OUTPUTS, OUTPUTS * taps, words_of(form, even, odd));
+        store_quarters(out + t * OUTPUTS, OUTPUTS * taps, items_of(form, even, odd));
     }
 }
 
@@ -192,7 +192,7 @@ INLINE void gather_weights(enum form form, float *out, const float *weight, int6
             }
         }
         for (int64_t i = 0; i < numbers; i += WIDTH)
-            store(even + i, words_of(form, load(even + i), load(odd + i)));
+            store(even + i, items_of(form, load(even + i), load(odd + i)));
         memcpy(out + first * high, even, (size_t)numbers * sizeof(float));
     }
 }

@@ -161,14 +161,52 @@ static int64_t panel_start(int64_t vectors, int64_t count, int64_t panel) {
     return vectors * panel / count;
 }
 
-/* Set place[v] to the offset in V of vector v (tile * PARTS + part) of channel c of a band. */
-static void find_places(int64_t *place, int64_t vectors, int64_t inputs, int64_t c) {
-    int64_t count = panel_count(vectors);
-    for (int64_t panel = 0; panel < count; panel++) {
-        int64_t start = panel_start(vectors, count, panel);
-        int64_t stop = panel_start(vectors, count, panel + 1);
-        for (int64_t v = start; v < stop; v++)
-            place[v] = (start * inputs + c * (stop - start) + v - start) * WIDTH;
+/* The points of a tile are of four kinds: those at infinity of neither rows nor columns, of rows,
+ * of columns, and of both. Only the last output depends on the point infinity. Therefore a tile that
+ * extends beyond the output needs no products there. */
+enum { OF_ROWS = 1, OF_COLUMNS = 2, KINDS = 4 };
+
+/* The tiles of a band that have products at the points of a kind. */
+struct tiles {
+    int64_t count;
+    int64_t index[MOST]; /* index of each tile of the band among these tiles, or -1 */
+};
+
+static void find_tiles(const struct winograd *shape, const struct bands *bands, int64_t first,
+                       int64_t stop, int all, struct tiles *tiles) {
+    const int64_t step = shape->backward ? shape->step : 1;
+    const int ends = (parts_of(shape->rows, step) % shape->m_h ? OF_ROWS : 0) |
+                     (parts_of(shape->columns, step) % shape->m_w ? OF_COLUMNS : 0);
+    const int beyond = all ? 0 : ends; /* pairs of channels have products in all tiles */
+    for (int kind = 0; kind < KINDS; kind++) {
+        tiles[kind].count = 0;
+        for (int64_t t = first; t < stop; t++) {
+            const int last = (t / bands->across == bands->tiles / bands->across - 1 ? OF_ROWS : 0) |
+                             (t % bands->across == bands->across - 1 ? OF_COLUMNS : 0);
+            tiles[kind].index[t - first] = kind & last & beyond ? -1 : tiles[kind].count++;
+        }
+    }
+}
+
+/* The offset in V of vector v (tile * PARTS + part) is base[v] + c * step[v] for channel c. The
+ * step is 0 and the base is negative if the tile has no products. */
+struct places {
+    int64_t base[MOST * PARTS], step[MOST * PARTS];
+};
+
+static void find_places(const struct tiles *tiles, int64_t all, int64_t inputs,
+                        struct places *places) {
+    const int64_t vectors = tiles->count * PARTS, count = panel_count(vectors);
+    for (int64_t v = 0, panel = -1, start = 0, stop = 0; v < all * PARTS; v++) {
+        const int64_t at = tiles->index[v / PARTS] * PARTS + v % PARTS;
+        if (tiles->index[v / PARTS] < 0) {
+            places->base[v] = -1, places->step[v] = 0;
+            continue;
+        }
+        while (at >= stop)
+            start = stop, panel++, stop = panel_start(vectors, count, panel + 1);
+        places->base[v] = (start * inputs + at - start) * WIDTH;
+        places->step[v] = (stop - start) * WIDTH;
     }
 }
 
@@ -231,12 +269,15 @@ static int is_zero(const struct winograd *shape, int64_t before, int64_t phase, 
     return ZERO(n) && point == 0 && original_tap(shape, before, phase, shape->r - 1) < 0;
 }
 
-/* Compute M of one band, at one point. M is zero where all weights are zero. */
-INLINE void multiply_point(const struct winograd *shape, const float *V, const float *u, float *M,
-                           int64_t tiles, int64_t point, const int narrow) {
+/* Compute M of one band, at one point. M is zero where all weights are zero. Outputs are `output`
+ * floats apart. */
+INLINE void multiply_point(const struct winograd *shape, const struct tiles *tiles, const float *V,
+                           const float *u, float *M, int64_t output, int64_t point,
+                           const int narrow) {
     const int n_h = shape->m_h + shape->r - 1, n_w = shape->m_w + shape->r - 1;
     const int row = (int)(point / n_w), column = (int)(point % n_w);
-    const int64_t vectors = tiles * PARTS, panels = panel_count(vectors);
+    const int kind = (row == n_h - 1 ? OF_ROWS : 0) | (column == n_w - 1 ? OF_COLUMNS : 0);
+    const int64_t vectors = tiles[kind].count * PARTS, panels = panel_count(vectors);
     const int64_t step = shape->backward ? shape->step : 1;
     const int64_t channels = shape->outputs / (step * step), inputs = items(shape);
     const int64_t longest = narrow ? 1 << 30 : n_h > 4 ? 24 : 32;
@@ -249,27 +290,29 @@ INLINE void multiply_point(const struct winograd *shape, const float *V, const f
             if (is_zero(shape, shape->top, phase / step, n_h, row) ||
                 is_zero(shape, shape->left, phase % step, n_w, column)) {
                 for (int64_t o = phase * channels; o < (phase + 1) * channels; o++)
-                    memset(M + (o * tiles * PARTS + start) * WIDTH, 0,
-                           (size_t)width * sizeof(vec));
+                    memset(M + o * output + start * WIDTH, 0, (size_t)width * sizeof(vec));
                 continue;
             }
             to.first = most(to.stop, phase * channels / QUAD); /* a quad may have two phases */
             to.stop = quads((phase + 1) * channels);
             multiply_panel(V + start * inputs * WIDTH, u, inputs, from, to, longest,
-                           M + start * WIDTH, tiles * LANES, width, narrow);
+                           M + start * WIDTH, output, width, narrow);
         }
     }
 }
 
 /* Compute y of one tile from M, whose points are `point` floats apart, add `addend` (unless NULL)
- * and replace values below `floor`. Only rows x columns pixels are written. */
-INLINE void output_tile(const float *M, int64_t point, vec bias, const value *addend, vec floor,
-                        value *y, int64_t row, int64_t pixel, int64_t rows, int64_t columns,
-                        const int m_h, const int m_w, const int r) {
+ * and replace values below `floor`. M of each kind of points begins at M + at[kind]. Only
+ * rows x columns pixels are written. */
+INLINE void output_tile(const float *M, const int64_t *at, int64_t point, vec bias,
+                        const value *addend, vec floor, value *y, int64_t row, int64_t pixel,
+                        int64_t rows, int64_t columns, const int m_h, const int m_w, const int r) {
     const int n_h = m_h + r - 1, n_w = m_w + r - 1;
     vec t[MOST_OUTPUTS][MOST_POINTS], v[MOST_POINTS], out[MOST_OUTPUTS];
     UNROLL for (int i = 0; i < n_h; i++, M += n_w * point) { /* few pointers stay in registers */
-        UNROLL for (int c = 0; c < n_w; c++) v[c] = load(M + c * point);
+        const int rows_end = i == n_h - 1 ? OF_ROWS : 0;
+        UNROLL for (int c = 0; c < n_w; c++)
+            v[c] = load(M + at[c == n_w - 1 ? rows_end | OF_COLUMNS : rows_end] + c * point);
         output_line(v, out, m_w, r);
         UNROLL for (int c = 0; c < m_w; c++) t[c][i] = out[c];
     }
@@ -297,24 +340,30 @@ static struct place output_place(const struct winograd *shape, int64_t o) {
 
 /* Compute V of the tiles [first, stop). */
 INLINE void transform_inputs(const struct team *team, const struct winograd *shape,
-                             const struct bands *bands, int64_t first, int64_t stop,
-                             struct pixels x, float *V, int64_t point, const int m_h,
+                             const struct bands *bands, const struct tiles *with, int64_t first,
+                             int64_t stop, struct pixels x, float *V, int64_t point, const int m_h,
                              const int m_w, const int r) {
     const int n_h = m_h + r - 1, n_w = m_w + r - 1;
-    const int64_t inputs = shape->inputs, across = bands->across;
+    const int64_t inputs = shape->inputs, across = bands->across, tiles = stop - first;
+    struct places places[KINDS];
+    for (int kind = 0; kind < KINDS; kind++) find_places(&with[kind], tiles, inputs, &places[kind]);
     EACH_TILE(team, c, inputs) {
-        int64_t place[MOST * PARTS];
+        int64_t place[KINDS][MOST * PARTS];
         const int64_t input = input_offset(&x, input_place(shape, c));
-        find_places(place, (stop - first) * PARTS, inputs, c);
+        for (int kind = 0; kind < KINDS; kind++)
+            for (int64_t v = 0; v < tiles * PARTS; v++)
+                place[kind][v] = places[kind].base[v] + c * places[kind].step[v];
         for (int64_t t = first, next; t < stop; t = next) {
             next = least(t / across * across + across, stop);
             const int64_t from = input + t / across * m_h * x.row + t % across * m_w * LANES;
             for (int part = 0; part < PARTS; part++) {
-                const int64_t *to = place + (t - first) * PARTS + part;
+                const int64_t at = (t - first) * PARTS + part;
 #define GROUP(group)                                                                               \
-    if (group < GROUPS(n_h))                                                                       \
+    if (group < GROUPS(n_h) && place[group == GROUPS(n_h) - 1 ? OF_ROWS : 0][at] >= 0)             \
     input_row(x.at, from + part * WIDTH, x.row, next - t, V, FIRST(n_h, group) * n_w * point,      \
-              point, to, m_h, m_w, r, group, 0)
+              point, place[group == GROUPS(n_h) - 1 ? OF_ROWS : 0] + at,                           \
+              place[group == GROUPS(n_h) - 1 ? OF_ROWS | OF_COLUMNS : OF_COLUMNS] + at, m_h, m_w,  \
+              r, group, 0)
                 GROUP(0);
                 GROUP(1);
                 GROUP(2);
@@ -328,16 +377,20 @@ INLINE void transform_inputs(const struct team *team, const struct winograd *sha
 
 /* Compute V of the tiles [first, stop), for products of bfloat16 numbers. */
 INLINE void transform_pairs(const struct team *team, const struct winograd *shape,
-                            const struct bands *bands, int64_t first, int64_t stop,
-                            struct pixels x, float *V, int64_t point, const int m_h,
+                            const struct bands *bands, const struct tiles *with, int64_t first,
+                            int64_t stop, struct pixels x, float *V, int64_t point, const int m_h,
                             const int m_w, const int r) {
 #ifdef BF16
     const int64_t across = bands->across, vectors = (stop - first) * PARTS;
+    struct places places;
+    find_places(with, stop - first, items(shape), &places);
     EACH_TILE(team, pair, parts_of(shape->inputs, 2)) {
         int64_t place[MOST * PARTS], even_place[MOST * PARTS];
         const int64_t c = 2 * pair, has_odd = c + 1 < shape->inputs;
-        find_places(place, vectors, items(shape), c / PER_WORD);
-        find_places(even_place, vectors, items(shape), c / PER_WORD + has_odd);
+        for (int64_t v = 0; v < vectors; v++) {
+            place[v] = places.base[v] + c / PER_WORD * places.step[v];
+            even_place[v] = place[v] + has_odd * places.step[v];
+        }
         for (int64_t t = first, next; t < stop; t = next) {
             next = least(t / across * across + across, stop);
             const value *even = (const value *)x.at + c * x.channel + t / across * m_h * x.row +
@@ -365,13 +418,15 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
     float *V = scratch;
     float *M = scratch + n_h * n_w * odd_lines(bands->most * items(shape));
 
-    if (narrow) transform_pairs(team, shape, bands, first, stop, x, V, v_point, m_h, m_w, r);
-    else transform_inputs(team, shape, bands, first, stop, x, V, v_point, m_h, m_w, r);
+    struct tiles with[KINDS]; /* tiles with products at the points of each kind */
+    find_tiles(shape, bands, first, stop, narrow, with);
+    if (narrow) transform_pairs(team, shape, bands, with, first, stop, x, V, v_point, m_h, m_w, r);
+    else transform_inputs(team, shape, bands, with, first, stop, x, V, v_point, m_h, m_w, r);
     meet(team);
     tick();
     EACH_TILE(team, point, n_h * n_w) {
-        multiply_point(shape, V + point * v_point, u + point * u_stride(shape),
-                       M + point * m_point, tiles, point, narrow);
+        multiply_point(shape, with, V + point * v_point, u + point * u_stride(shape),
+                       M + point * m_point, tiles * LANES, point, narrow);
         tick();
     }
     meet(team);
@@ -390,7 +445,10 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
             const int64_t columns = parts_of(shape->columns - place.column, step) - column;
             const int64_t offset = row * y.row + column * y.pixel;
             value *to = output_at(&y, place) + offset;
-            const float *from = M + (o * tiles + t - first) * LANES;
+            const float *from = M + o * tiles * LANES;
+            int64_t at[KINDS];
+            for (int kind = 0; kind < KINDS; kind++) /* any memory if M is not used */
+                at[kind] = most(with[kind].index[t - first], 0) * LANES;
             if (next != o) /* prefetch the next lines of y, which are rarely in cache */
                 UNROLL for (int i = 0; i < m_h; i++)
                     UNROLL for (int j = 0; j < m_w; j++)
@@ -398,13 +456,13 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
             for (int part = 0; part < LANES; part += WIDTH) {
                 const value *addend = finish.addend ? finish.addend + (to - y.at) + part : NULL;
                 if (rows < m_h || columns < m_w)
-                    output_tile(from + part, m_point, add, addend, floor, to + part, y.row,
+                    output_tile(from + part, at, m_point, add, addend, floor, to + part, y.row,
                                 y.pixel, rows, columns, m_h, m_w, r);
                 else if (addend)
-                    output_tile(from + part, m_point, add, addend, floor, to + part, y.row,
+                    output_tile(from + part, at, m_point, add, addend, floor, to + part, y.row,
                                 y.pixel, m_h, m_w, m_h, m_w, r);
                 else
-                    output_tile(from + part, m_point, add, NULL, floor, to + part, y.row,
+                    output_tile(from + part, at, m_point, add, NULL, floor, to + part, y.row,
                                 y.pixel, m_h, m_w, m_h, m_w, r);
             }
         }

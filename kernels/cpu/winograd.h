@@ -86,8 +86,8 @@ struct outputs {
 };
 
 /* Of the original filter's taps in one dimension, tap i belongs to the phase (i - before) mod step.
- * It becomes tap floor((i - before) / step) + ceil(before / step) of the phase's filter. `before` is
- * `top` or `left`. Return i, or -1 if tap `tap` of a phase's filter is zero. */
+ * It becomes tap floor((i - before) / step) + ceil(before / step) of the phase's filter. `before`
+ * is `top` or `left`. Return i, or -1 if tap `tap` of a phase's filter is zero. */
 static inline int64_t original_tap(const struct winograd *w, int64_t before, int64_t phase,
                                    int64_t tap) {
     const int64_t i = before + phase + w->step * (tap - parts_of(before, w->step));
@@ -111,8 +111,8 @@ struct place {
 };
 
 /* Return the place of an input or output. Inputs of a forward pass are ordered so that those with
- * nonzero weights are adjacent at each point: the whole rows come first, with the whole columns last;
- * the other rows follow, with the whole columns first. */
+ * nonzero weights are adjacent at each point: the whole rows come first, with the whole columns
+ * last; the other rows follow, with the whole columns first. */
 static inline struct place place_of_phase(const struct winograd *w, int64_t index) {
     const int64_t channels = (w->backward ? w->outputs : w->inputs) / (w->step * w->step);
     const int64_t whole = whole_phases(w), rest = w->step - whole;

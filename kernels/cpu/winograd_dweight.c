@@ -173,7 +173,7 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
             const int64_t to = i * p->channel * V_PER_FLOAT + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
                 input_row(x.at, from + part, x.row, next - t, p->V, to + part,
-                          p->v_point * V_PER_FLOAT, place, m, m, r, group, NARROW);
+                          p->v_point * V_PER_FLOAT, place, place, m, m, r, group, NARROW);
         }
     }
     if (p->transposed) {

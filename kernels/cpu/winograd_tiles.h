@@ -99,11 +99,13 @@ INLINE void store_input(void *out, int64_t at, vec v, const int narrow) {
 }
 
 /* Compute B^T d B for one group of rows of B^T, in `tiles` adjacent tiles that start at the offset
- * `pixel` in x. Tile t is written to the offset place[t * PARTS] in out, with points `point` numbers
- * apart. Adjacent tiles share r - 1 columns. */
+ * `pixel` in x. Tile t is written to the offset first + place[t * PARTS] in out, with points `point`
+ * numbers apart, except that the point infinity of columns is written to first + last[t * PARTS], or
+ * not at all if this last offset is negative. Adjacent tiles share r - 1 columns. */
 INLINE void input_row(const void *x, int64_t pixel, int64_t row, int64_t tiles, void *out,
-                      int64_t first, int64_t point, const int64_t *place, const int m_h,
-                      const int m_w, const int r, const int group, const int narrow) {
+                      int64_t first, int64_t point, const int64_t *place, const int64_t *last,
+                      const int m_h, const int m_w, const int r, const int group,
+                      const int narrow) {
     const int n_h = m_h + r - 1, n_w = m_w + r - 1, lines = IN_GROUP(n_h, group);
     vec t[2][MOST_POINTS], d[MOST_POINTS], v[MOST_POINTS];
     UNROLL for (int c = 0; c < r - 1; c++) {
@@ -121,11 +123,13 @@ INLINE void input_row(const void *x, int64_t pixel, int64_t row, int64_t tiles, 
             input_group(d, v, n_h, group);
             UNROLL for (int line = 0; line < lines; line++) t[line][c] = v[line];
         }
-        const int64_t to = first + place[tile * PARTS];
+        const int64_t to = first + place[tile * PARTS], end = last[tile * PARTS];
         UNROLL for (int line = 0; line < lines; line++) {
             input_line(t[line], v, n_w);
-            UNROLL for (int c = 0; c < n_w; c++)
+            UNROLL for (int c = 0; c < n_w - 1; c++)
                 store_input(out, to + (line * n_w + c) * point, v[c], narrow);
+            if (end >= 0)
+                store_input(out, first + end + (line * n_w + n_w - 1) * point, v[n_w - 1], narrow);
         }
     }
 }

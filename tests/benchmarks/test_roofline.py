@@ -30,11 +30,12 @@ def test_a_floor_is_the_larger_time():
         (dl.Conv2D(3, 16, padding=1), (16, 8, 8), {"forward": 2.25, "dx": 4, "dweight": 4}),
         (dl.Conv2D(3, 15, padding=1), (16, 8, 8), {"forward": 1, "dx": 4, "dweight": 4}),
         (dl.Conv2D(3, 16, padding=1, groups=2), (32, 8, 8), {"forward": 1, "dx": 4, "dweight": 4}),
-        # 10 x 10 pixels have 5 x 3 tiles of 2 x 4, or 3 x 3 tiles of 4 x 4, some of them partial
+        # 10 x 10 pixels have 5 x 3 tiles of 2 x 4, or 3 x 3 tiles of 4 x 4. In forward and dx,
+        # a partial tile has one product less along its dimension
         (
             dl.Conv2D(3, 32, padding=1, groups=1),
             (32, 10, 10),
-            {"forward": 900 / (15 * 24), "dx": 4 * 100 / 144, "dweight": 4 * 100 / 144},
+            {"forward": 900 / (20 * 17), "dx": 900 / 17**2, "dweight": 900 / 18**2},
         ),
         (
             dl.Conv2D(5, 64, padding=2, groups=2),
@@ -43,13 +44,14 @@ def test_a_floor_is_the_larger_time():
         ),
         (dl.Conv2D(1, 32), (32, 8, 8), {"forward": 1, "dx": 1, "dweight": 1}),
         # 11 x 11 filters at stride 4 are 3 x 3 filters of 4 x 4 phases. Along one dimension, one
-        # of four phases has 2 taps, so tiles of 2 and 4 outputs have 15 and 23 products
+        # of four phases has 2 taps, so tiles of 2 and 4 outputs have 15 and 23 products, and
+        # partial tiles 3 products less, or 4 for dx
         (
             dl.Conv2D(11, 32, stride=4),
             (3, 43, 43),
             {
-                "forward": 81 * 121 / (5 * 15 * 3 * 23),
-                "dx": 81 * 121 / (3 * 23) ** 2,
+                "forward": 81 * 121 / ((5 * 15 - 3) * (3 * 23 - 3)),
+                "dx": 81 * 121 / (3 * 23 - 4) ** 2,
                 "dweight": 81 * 121 / (3 * 23) ** 2,
             },
         ),

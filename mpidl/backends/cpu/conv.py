@@ -36,7 +36,8 @@ ACCURATE = {
 }
 TILES = {2: (22, 44), 3: (22, 24, 44), 4: (22, 44), 5: (22,)}  # of dx, if the stride is not 1
 MANY_TERMS = 72  # minimum number of terms of a sum, if the stride is not 1
-WORTH = 1.4  # minimum factor by which tiles must reduce the products, if the stride is not 1
+# Minimum factors by which tiles must reduce the products, if the stride is not 1
+WORTH, WORTH_DWEIGHT = 1.4, 1.35  # small outputs of many channels have costly filter transforms
 
 
 @functools.lru_cache(maxsize=256)
@@ -82,7 +83,7 @@ def winograd_side(taps, step, before=0):
     return -(-before // step) - (before - taps) // step
 
 
-def winograd_products(taps, step, side, tile, outputs, before=None):
+def winograd_products(taps, step, side, tile, outputs, before=None, partial=False):
     """Return the number of products per pair of channels along one dimension of a convolution.
 
     Parameters
@@ -95,16 +96,17 @@ def winograd_products(taps, step, side, tile, outputs, before=None):
         Pixels of y, or of a phase of dx.
     before : int, optional
         The padding, if the convolution computes dx.
+    partial : bool
+        Whether a partial tile has no products at the point infinity, as in forward and dx.
     """
     points, first = tile + side - 1, -(before or 0) // step
-    count = step * points
+    count, at_infinity = step * points, step
     for phase in range(step):  # a zero tap at an end saves a product, see kernels/cpu/winograd.h
         places = {(i - (before or 0)) // step - first for i in range(phase, taps, step)}
-        if before is None:
-            count -= side - 1 not in places
-        else:
-            count -= (0 not in places) + (points % 2 == 0 and side - 1 not in places)
-    return -(-outputs // tile) * count
+        at_infinity -= (side - 1 if before is None else 0) not in places
+        count -= before is not None and points % 2 == 0 and side - 1 not in places
+    count -= step - at_infinity
+    return -(-outputs // tile) * count - at_infinity * (partial and outputs % tile > 0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -185,11 +187,11 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy, narr
     return (
         _fastest(forward, side, *shared),
         _fastest(backward, dx_side, *shared, befores),
-        _fastest([large] if enough else [], side, *shared),
+        _fastest([large] if enough else [], side, *shared, worth=WORTH_DWEIGHT),
     )
 
 
-def _fastest(tiles, side, taps, step, output, befores=(None, None)):
+def _fastest(tiles, side, taps, step, output, befores=(None, None), worth=WORTH):
     """Return the tile with the fewest products, or 0 if direct sums are faster."""
 
     def products(tile):
@@ -197,7 +199,7 @@ def _fastest(tiles, side, taps, step, output, befores=(None, None)):
         return math.prod(winograd_products(taps, step, side, *line) for line in lines)
 
     tile = min(tiles, key=products, default=0)
-    return tile if tile and products(tile) * WORTH <= taps**2 * math.prod(output) else 0
+    return tile if tile and products(tile) * worth <= taps**2 * math.prod(output) else 0
 
 
 def plan(x, weight, geometry):
