@@ -92,7 +92,8 @@ INLINE void put_weights(float *u, vec v, int part, int64_t count, const int narr
         vec even = SHUFFLE(v, v, 0, 1, 2, 3, 8, 9, 10, 11, 0, 1, 2, 3, 8, 9, 10, 11);
         vec odd = SHUFFLE(v, v, 4, 5, 6, 7, 12, 13, 14, 15, 4, 5, 6, 7, 12, 13, 14, 15);
         vec pairs = paired(even, odd);
-        memcpy(u, &pairs, (size_t)parts_of(count, 2 * QUAD) * QUAD * sizeof(float));
+        if (count == 4 * QUAD) memcpy(u, &pairs, 2 * QUAD * sizeof(float)); /* without a call */
+        else memcpy(u, &pairs, (size_t)parts_of(count, 2 * QUAD) * QUAD * sizeof(float));
         return;
     }
 #endif
