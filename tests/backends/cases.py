@@ -602,6 +602,7 @@ def without_bias(cases):
 
 # functions whose direct sums in bfloat16 have a defined order
 ORDERED = {"conv2d", "conv2d_backward", "transposed_conv2d", "transposed_conv2d_backward"}
+ORDERED |= {"dense", "dense_dweight", "dense_backward"}
 
 
 def in_bf16(case):
@@ -624,7 +625,8 @@ def in_bf16(case):
     if "cpu" not in case.backends or arguments == case.arguments or is_special:
         return None
     policies = case.settings.get("cpu", ({},))
-    is_ordered = case.function in ORDERED and case.call is None
+    is_fused = case.call is through_activations
+    is_ordered = case.function in ORDERED and not is_fused and arguments["x"].kind == "lanes"
     if is_ordered:  # with "auto", the same algorithm unless the case has several
         policies = ({"winograd": "off"}, *({"winograd": "auto"},) * (policies != WINOGRAD[1:2]))
     return case._replace(

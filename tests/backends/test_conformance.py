@@ -136,9 +136,10 @@ def is_direct(case, build):
 
     Without fused multiply-adds, a build rounds products of one channel, which are not exact.
     """
-    channels = case.arguments["weight"].shape[1] if case.ordered else None
-    has_exact_products = channels != 1 or build in FUSED_BUILDS
-    return case.ordered and settings.winograd == "off" and has_exact_products
+    if not case.ordered or settings.winograd != "off":
+        return False
+    is_dense = case.function.startswith("dense")
+    return is_dense or case.arguments["weight"].shape[1] != 1 or build in FUSED_BUILDS
 
 
 @on_cases("gpu", each_case_once=False)

@@ -12,14 +12,20 @@ from mpidl.core.values import BF16
 
 
 def channel_sums(x, tree):
-    counter = Counter(tree)
     if x.dtype == BF16:
-        for sums in direct.channel_sums(widened(x)):
-            counter.push(sums)
-        return counter.partial(x.shape[1:2], np.float32)
+        return ordered_sums(widened(x), tree)
+    counter = Counter(tree)
     for block in x:
         counter.push(block.reshape(len(block), -1).sum(axis=1))
     return counter.partial(x.shape[1:2], x.dtype)
+
+
+def ordered_sums(x, tree):
+    """Sum the channels of float32 numbers in the order of the C kernels."""
+    counter = Counter(tree)
+    for sums in direct.channel_sums(x):
+        counter.push(sums)
+    return counter.partial(x.shape[1:2], np.float32)
 
 
 def moments(x, counts, tree):

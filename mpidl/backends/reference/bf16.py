@@ -14,6 +14,7 @@ from mpidl.core.values import BF16
 # Functions that read bfloat16 themselves: the order of their sums is defined, or they only store.
 AS_STORED = frozenset({"conv2d", "conv2d_backward", "channel_sums", "source"})
 AS_STORED |= {"transposed_conv2d", "transposed_conv2d_backward"}
+AS_STORED |= {"dense", "dense_dx", "dense_dweight", "dense_backward"}
 
 SMALLEST = np.float32(2.0**-56)  # smaller magnitudes become zero
 
@@ -61,7 +62,7 @@ def for_bf16(name, function):
         arguments = _converted(arguments, BF16, widened)
         keywords = {key: _converted(value, BF16, widened) for key, value in keywords.items()}
         results = function(*arguments, **keywords)
-        return results if name == "dense" else _converted(results, np.float32, narrowed)
+        return _converted(results, np.float32, narrowed)
 
     return call
 

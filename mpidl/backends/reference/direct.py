@@ -1,4 +1,4 @@
-"""Direct convolutions of bfloat16 numbers, with the bytes of the C kernels.
+"""Direct convolutions and dense layers of bfloat16 numbers, with the bytes of the C kernels.
 
 Every sum has the order that kernels/cpu/value.h defines: pairs of channels, or of images, whose odd
 member comes first. Arguments and results are float32 arrays. If both operands of the products are
@@ -16,6 +16,7 @@ from mpidl.backends.reference.bf16 import rounded
 from mpidl.core.blocks import LANES
 
 FEW_OUTPUTS = 8  # minimum outputs of a group for sums over images of rounded numbers
+SEGMENT, GROUP = 256, 32  # of a dense layer: see kernels/cpu/dense.h
 
 
 def conv2d(x, weight, bias, geometry):
@@ -77,6 +78,31 @@ def conv2d_dweight(dy, x, weight, geometry):
             sums = fused(grads[:, :, :, None, p, q], columns[:, :, None, :, p, q], sums)
         sums = _lane_sums(sums)
     return sums.reshape(len(x), *weight.shape)
+
+
+def dense(x, weight, bias):
+    """Return the scores (B, K, 16): the bias, and then the sum of each segment of features."""
+    x, weight, y = rounded(x), rounded(weight), _zeros(len(x), (len(weight),))
+    if bias is not None:
+        y += bias[:, None]
+    for first in range(0, x.shape[1], SEGMENT):
+        segment = slice(first, first + SEGMENT)
+        y += _sum_of_pairs(x[:, segment], weight[:, segment])
+    return y
+
+
+def dense_dx(dy, weight):
+    """Return the gradient with respect to x, (B, F, 16): the sum of the groups of outputs."""
+    dy, weight, pairs = rounded(dy), rounded(weight), -(-dy.shape[1] // 2)
+    groups = -(-dy.shape[1] // GROUP)
+    edges = [2 * (pairs * group // groups) for group in range(groups + 1)]
+    parts = (slice(*edge) for edge in itertools.pairwise(edges))
+    return _total(_sum_of_pairs(dy[:, part], weight[part].T) for part in parts)
+
+
+def dense_dweight(dy, x):
+    """Return a leaf for each block, (B, K, F)."""
+    return _products(rounded(dy)[:, :, None], rounded(x)[:, :, None])
 
 
 def channel_sums(x):
@@ -156,6 +182,14 @@ def _products(grads, columns):
     for pixel, lane in np.ndindex(grads.shape[-2:]):
         lane ^= 1  # the second image of a pair comes first
         sums += grads[..., :, None, pixel, lane] * columns[..., None, :, pixel, lane]
+    return sums
+
+
+def _sum_of_pairs(x, weight):
+    """Return the sum over channels of x (B, C, 16) by weight (K, C), as (B, K, 16)."""
+    sums = _zeros(len(x), (len(weight),))
+    for channel, _, _ in _taps(x.shape[1], (1, 1)):
+        sums += weight[:, channel, None] * x[:, channel, None]
     return sums
 
 
