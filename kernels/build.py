@@ -65,8 +65,9 @@ def builds(compiler=None):
     """
     names = list(BUILDS) if platform.machine() in ("x86_64", "AMD64") else ["generic"]
     if compiler is not None and NATIVE in names:
-        command = [*compiler, *BUILDS[NATIVE], "-E", "-x", "c", os.devnull]
-        if subprocess.run(command, capture_output=True).returncode:
+        try:
+            _run([*compiler, *BUILDS[NATIVE], "-E", "-x", "c", os.devnull])
+        except Failed:
             names.remove(NATIVE)
     return names
 
