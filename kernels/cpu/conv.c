@@ -424,7 +424,7 @@ void mpidl_conv2d(const value *x, const float *mean, const float *scale, const f
 /* The backward pass */
 
 enum {
-    FEW_OUTPUTS = 8,       /* minimum outputs of a group for sums over images in vectors of outputs */
+    FEW_OUTPUTS = 8,       /* minimum outputs of a group for vectors of outputs in dweight */
     CHUNK = 64,            /* taps that a member adds up at a time, a multiple of 8 */
     D_BYTES = 256 << 10,   /* maximum size of D for more than one row */
 };
@@ -725,7 +725,8 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
     pass.out_at = dweight ? padded_floats(&pass.in, c.C, inputs) : 0;
     pass.winograd_at = pass.out_at;
     if (!pass.dy_out) /* transposing reads 16 channels of a group at a time, and pairs of pixels */
-        pass.winograd_at += LANES + padded_floats(&pass.out, c.K - outputs + parts_of(outputs, LANES) * LANES, 1);
+        pass.winograd_at +=
+            LANES + padded_floats(&pass.out, c.K - outputs + parts_of(outputs, LANES) * LANES, 1);
     if (converts(form, channels)) {
         pass.pairs_at = pass.winograd_at;
         pass.winograd_at += padded_floats(&pass.pairs, c.K, outputs);

@@ -93,8 +93,8 @@ void fill_source(const struct padded *p, int64_t item_channel, const struct sour
 /* The form of the items is not PAIRS. */
 void fill_gradient(const struct padded *p, int64_t channel, const struct gradient *gradient,
                    const value *dy, const value *y, int valid, struct picture picture);
-/* Set one channel of items of `to` from a copy of the same images in another form, which has no pairs
- * and `group` channels in each group. */
+/* Set one channel of items of `to` from a copy of the same images in another form, which has no
+ * pairs and `group` channels in each group. */
 void convert_copy(const struct padded *to, int64_t item_channel, const struct padded *from,
                   int64_t group);
 /* Copy `count` pixels of a channel of items, which are `step` values apart in x, to adjacent items.

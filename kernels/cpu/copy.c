@@ -20,21 +20,16 @@ void mpidl_copy(const float *from, float *to, int64_t floats) {
 
 void mpidl_zero(float *to, int64_t floats) { memset(to, 0, (size_t)floats * sizeof(float)); }
 
-static void widen_tile(void *argument, int64_t tile, float *own) {
-    const struct job *job = argument;
-    const uint16_t *from = job->from;
-    float *to = job->to;
-    int64_t stop = least(job->count, (tile + 1) * PART);
-    for (int64_t i = tile * PART; i < stop; i += WIDTH) store(to + i, load(from + i));
-}
-
-static void narrow_tile(void *argument, int64_t tile, float *own) {
-    const struct job *job = argument;
-    const float *from = job->from;
-    uint16_t *to = job->to;
-    int64_t stop = least(job->count, (tile + 1) * PART);
-    for (int64_t i = tile * PART; i < stop; i += WIDTH) store(to + i, load(from + i));
-}
+#define CONVERSION(name, source, result)                                                           \
+    static void name##_tile(void *argument, int64_t tile, float *own) {                            \
+        const struct job *job = argument;                                                          \
+        const source *from = job->from;                                                            \
+        result *to = job->to;                                                                      \
+        int64_t stop = least(job->count, (tile + 1) * PART);                                       \
+        for (int64_t i = tile * PART; i < stop; i += WIDTH) store(to + i, load(from + i));         \
+    }
+CONVERSION(widen, uint16_t, float)
+CONVERSION(narrow, float, uint16_t)
 
 void mpidl_widen(const uint16_t *from, float *to, int64_t count) {
     struct job job = {from, to, count};

@@ -111,10 +111,7 @@ INLINE vec items_of(enum form form, vec even, vec odd) {
 /* Return the words of WIDTH taps of one output whose weights are adjacent, see adjacent_taps. */
 INLINE vec adjacent_words(enum form form, const float *weight) {
 #if PER_WORD == 2
-    if (form == PAIRS) {
-        __m512i low = _mm512_castsi256_si512(narrowed(load(weight)));
-        return (vec)_mm512_inserti64x4(low, narrowed(load(weight + WIDTH)), 1);
-    }
+    if (form == PAIRS) return words_of(load(weight), load(weight + WIDTH));
 #endif
 #define OTHER_OF_PAIR(j, s) ((j) ^ (s))
     vec v = load(weight);
@@ -211,7 +208,8 @@ INLINE void pack_outputs(const struct pack_job *job, const enum form form, float
             pack_adjacent_outputs(form, out + k * taps, weight + k, taps, p->index);
         return;
     }
-    for (int64_t k = 0; k < outputs; k += OUTPUTS, out += OUTPUTS * taps, weight += OUTPUTS * stride) {
+    for (int64_t k = 0; k < outputs;
+         k += OUTPUTS, out += OUTPUTS * taps, weight += OUTPUTS * stride) {
         const int64_t high = least(outputs - k, OUTPUTS), first = high == OUTPUTS ? job->adjacent : 0;
         const int32_t *rest = p->index + first * (form == PAIRS ? 2 : 1);
         if (first)

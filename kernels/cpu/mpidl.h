@@ -1,9 +1,9 @@
 /* Functions that the library exports. mpidl/backends/cpu/builds.py reads their names and argument
  * types from this file. An argument is an int64_t, double or float, a pointer to one of these types
- * or to int32_t, uint8_t or uint16_t, or a function without arguments. A result is a number or a string. A
- * pointer may be NULL only if its comment says so. Python checks the arguments. A function fails
- * only if the system refuses scratch memory. In this case the function sets mpidl_missing_bytes,
- * and the results are undefined.
+ * or to int32_t, uint8_t or uint16_t, or a function without arguments. A result is a number or a
+ * string. A pointer may be NULL only if its comment says so. Python checks the arguments. A function
+ * fails only if the system refuses scratch memory. In this case the function sets
+ * mpidl_missing_bytes, and the results are undefined.
  *
  * A function with arguments of the type `value` exists twice: `mpidl_relu` reads and writes float
  * arrays, and `mpidl_relu_bf16` bfloat16 arrays (see value.h). Only the first is declared here; an

@@ -198,7 +198,8 @@ void convert_copy(const struct padded *to, int64_t item_channel, const struct pa
     for (int64_t r = 0; r < to->rows; r++) {
         const int64_t even = channel * from->channel_stride + r * from->row_stride;
         const int64_t odd = even + from->channel_stride;
-        char *row = item(to->form, to->data, item_channel * to->channel_stride + r * to->row_stride);
+        char *row = item(to->form, to->data,
+                         item_channel * to->channel_stride + r * to->row_stride);
         for (int64_t i = 0; i < to->columns * LANES; i += WIDTH, row += WIDTH * size_of(to->form)) {
             vec v = load_item(from, even + i), w = has_odd ? load_item(from, odd + i) : zero();
             if (to->form == PAIRS) put(PAIRS, row, v, w);

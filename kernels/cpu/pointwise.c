@@ -54,7 +54,8 @@ static struct pass pass_of(const struct arguments *job, int64_t channels) {
     pass.band = parts_of(pass.pixels, parts_of(pass.pixels, fit)); /* bands of about equal size */
     /* channels use different sets of a cache */
     pass.channel = odd_lines(pass.band);
-    pass.image_channel = pass.over_images == HALVES ? odd_lines(parts_of(pass.band, 2)) : pass.channel;
+    pass.image_channel =
+        pass.over_images == HALVES ? odd_lines(parts_of(pass.band, 2)) : pass.channel;
     return pass;
 }
 

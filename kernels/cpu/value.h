@@ -1,7 +1,8 @@
 /* The type of a stored activation or cotangent. Sources that include this file are compiled twice:
  * once with float, and with -DBF16 once with bfloat16, the upper 16 bits of a float. `load` and
- * `store` convert by the type of the pointer; arithmetic is in float. A function NAME of mpidl.h
- * that has arguments of this type is called NAME_bf16 in the second compilation.
+ * `store` convert by the type of the pointer; arithmetic is in float. In the second compilation,
+ * build.py renames the functions NAME of these sources to NAME_bf16: those that mpidl.h declares
+ * with arguments of this type, and all that a header with this type declares.
  *
  * Rounding to bfloat16 is to nearest, ties to even. Numbers of magnitude below 2^-56 become zero.
  * Then the product of two of them is a multiple of 2^-126, and so is every sum of such products. So
@@ -69,7 +70,8 @@ INLINE void store_narrow(uint16_t *p, vec v) {
 #endif
 }
 
-#define load(p) _Generic((p), uint16_t *: load_narrow, const uint16_t *: load_narrow, default: load)(p)
+#define load(p)                                                                                    \
+    _Generic((p), uint16_t *: load_narrow, const uint16_t *: load_narrow, default: load)(p)
 #define store(p, v) _Generic((p), uint16_t *: store_narrow, default: store)(p, v)
 
 /* ---- operands of products of bfloat16 numbers ----
@@ -97,18 +99,19 @@ INLINE vec add_words(vec a, vec b, vec sum) {
 #endif
 }
 
+/* Return the words of two vectors of numbers that are already rounded. */
+INLINE vec joined(vec even, vec odd) { return (vec)((words)even >> 16 | (words)odd); }
+
 /* Return the words of two vectors of numbers. */
 INLINE vec paired(vec even, vec odd) {
 #if PER_WORD == 2
-    __m512i low = _mm512_cvtepu16_epi32(narrowed(even)), high = _mm512_cvtepu16_epi32(narrowed(odd));
+    __m512i low = _mm512_cvtepu16_epi32(narrowed(even));
+    __m512i high = _mm512_cvtepu16_epi32(narrowed(odd));
     return (vec)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
 #else
-    return (vec)((words)rounded(even) >> 16 | (words)rounded(odd));
+    return joined(rounded(even), rounded(odd));
 #endif
 }
-
-/* Return the words of two vectors of numbers that are already rounded. */
-INLINE vec joined(vec even, vec odd) { return (vec)((words)even >> 16 | (words)odd); }
 
 #if PER_WORD == 2
 /* Return the words of 2 * WIDTH adjacent numbers. */
@@ -136,32 +139,5 @@ INLINE float word_of(float even, float odd) {
     memcpy(&word, &bits, sizeof word);
     return word;
 }
-
-/* Functions of other files that are compiled twice */
-#ifdef BF16
-#define fill_source fill_source_bf16
-#define copy_pixels copy_pixels_bf16
-#define convert_copy convert_copy_bf16
-#define fill_gradient fill_gradient_bf16
-#define block_moments block_moments_bf16
-#define block_norm_sums block_norm_sums_bf16
-#define direct_rows direct_rows_bf16
-#define direct_dweight_tile direct_dweight_tile_bf16
-#define direct_dweight_floats direct_dweight_floats_bf16
-#define pack_weights pack_weights_bf16
-#define is_pointwise is_pointwise_bf16
-#define is_pointwise_backward is_pointwise_backward_bf16
-#define pointwise_forward pointwise_forward_bf16
-#define pointwise_backward pointwise_backward_bf16
-#define winograd_conv winograd_conv_bf16
-#define dense_dx_panel dense_dx_panel_bf16
-#define dense_sums dense_sums_bf16
-#define dense_tile dense_tile_bf16
-#define dense_dx_floats dense_dx_floats_bf16
-#define round_dy round_dy_bf16
-#define is_depthwise is_depthwise_bf16
-#define depthwise_forward depthwise_forward_bf16
-#define depthwise_backward depthwise_backward_bf16
-#endif
 
 #endif

@@ -57,11 +57,14 @@ int64_t winograd_weights_floats(const struct winograd *shape) {
 
 int64_t winograd_weights_tiles(int64_t outputs) { return quads(outputs); }
 
+/* A function that is compiled once, not once for each size of tiles. */
+#define APART static __attribute__((noinline))
+
 /* Copy the filters of up to four inputs and four outputs to taps[tap][input * 4 + output], with
  * zeros for missing filters. In w, outputs are `to` floats apart, and inputs are `from` floats
  * apart. If `swap` is 1, the inputs of each pair are swapped. */
-INLINE void gather_taps(const float *w, int64_t to, int64_t from, int64_t outputs, int64_t inputs,
-                        float (*taps)[16], const int count, const int swap) {
+APART void gather_taps(const float *w, int64_t to, int64_t from, int64_t outputs, int64_t inputs,
+                       float (*taps)[16], int count, int swap) {
     memset(taps, 0, (size_t)count * sizeof *taps);
     for (int64_t i = 0; i < inputs; i++) {
         const int64_t place = (i ^ swap) < inputs ? i ^ swap : i;
@@ -72,8 +75,8 @@ INLINE void gather_taps(const float *w, int64_t to, int64_t from, int64_t output
 }
 
 /* Like gather_taps for exactly four inputs and four outputs. Reads up to 7 floats past the end. */
-INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*taps)[16],
-                            const int count, const int swap) {
+APART void gather_all_taps(const float *w, int64_t to, int64_t from, float (*taps)[16], int count,
+                           int swap) {
     for (int f = 0; f < 16; f += WIDTH)
         for (int tap = 0; tap < count; tap += WIDTH) {
             vec v[WIDTH];
@@ -104,8 +107,8 @@ INLINE void put_weights(float *u, vec v, int part, int64_t count, const int narr
 
 /* Compute G g G^T for four outputs, for the 16 filters of four inputs at a time. */
 INLINE void weights_of_quad(const struct winograd *shape, const float *w, float *u, const int m_h,
-                            const int m_w, const int r, const int backward, int64_t quad) {
-    const int narrow = NARROW && backward, per_word = narrow ? PER_WORD : 1;
+                            const int m_w, const int r, const int narrow, int64_t quad) {
+    const int backward = shape->backward, per_word = narrow ? PER_WORD : 1;
     const int swap = narrow && PER_WORD == 1;
     const int64_t inputs = shape->inputs, outputs = shape->outputs;
     const int n_h = m_h + r - 1, n_w = m_w + r - 1, filter = r * r;
@@ -119,6 +122,8 @@ INLINE void weights_of_quad(const struct winograd *shape, const float *w, float 
     for (int64_t input = 0; input < inputs; input += 4, w += 4 * from, u += 4 / per_word * QUAD) {
         int64_t count = least(inputs - input, 4);
         float taps[MOST_TAPS * MOST_TAPS][16] __attribute__((aligned(64)));
+        const float *tap = taps[backward ? filter - 1 : 0]; /* dx has the filter in reverse */
+        const int64_t next = backward ? -16 : 16;
         if (many == QUAD && count == 4 && w + 3 * to + 3 * from < last)
             gather_all_taps(w, to, from, taps, filter, swap);
         else
@@ -128,7 +133,7 @@ INLINE void weights_of_quad(const struct winograd *shape, const float *w, float 
             UNROLL for (int s = 0; s < r; s++) {
                 vec g[MOST_TAPS];
                 UNROLL for (int i = 0; i < r; i++)
-                    g[i] = load(&taps[backward ? filter - 1 - r * i - s : r * i + s][part]);
+                    g[i] = load(tap + (r * i + s) * next + part);
                 filter_line(g, out, m_h, r);
                 UNROLL for (int i = 0; i < n_h; i++) t[i][s] = out[i];
             }
@@ -144,11 +149,7 @@ INLINE void weights_of_quad(const struct winograd *shape, const float *w, float 
 void winograd_weights(const struct winograd *shape, const float *w, float *u, int64_t tile) {
 #define IF(m_h_, m_w_, r_, narrow)                                                                 \
     if (shape->m_h == m_h_ && shape->m_w == m_w_ && shape->r == r_ && is_narrow(shape) == (narrow))
-#define SIZE(m_h, m_w, r)                                                                          \
-    IF(m_h, m_w, r, 0) {                                                                           \
-        if (!NARROW && shape->backward) weights_of_quad(shape, w, u, m_h, m_w, r, 1, tile);        \
-        else weights_of_quad(shape, w, u, m_h, m_w, r, 0, tile);                                   \
-    }
+#define SIZE(m_h, m_w, r) IF(m_h, m_w, r, 0) weights_of_quad(shape, w, u, m_h, m_w, r, 0, tile);
 #define NARROW_SIZE(m_h, m_w, r)                                                                   \
     IF(m_h, m_w, r, 1) weights_of_quad(shape, w, u, m_h, m_w, r, 1, tile);
     EACH_SIZE(SIZE, NARROW_SIZE)
@@ -302,6 +303,20 @@ INLINE void multiply_point(const struct winograd *shape, const struct tiles *til
     }
 }
 
+APART void multiply_floats(const struct winograd *shape, const struct tiles *tiles, const float *V,
+                           const float *u, float *M, int64_t output, int64_t point) {
+    multiply_point(shape, tiles, V, u, M, output, point, 0);
+}
+
+#ifdef BF16
+APART void multiply_words(const struct winograd *shape, const struct tiles *tiles, const float *V,
+                          const float *u, float *M, int64_t output, int64_t point) {
+    multiply_point(shape, tiles, V, u, M, output, point, 1);
+}
+#else
+#define multiply_words multiply_floats /* no size has words */
+#endif
+
 /* Compute y of one tile from M, whose points are `point` floats apart, add `addend` (unless NULL)
  * and replace values below `floor`. M of each kind of points begins at M + at[kind]. Only
  * rows x columns pixels are written. */
@@ -426,8 +441,9 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
     meet(team);
     tick();
     EACH_TILE(team, point, n_h * n_w) {
-        multiply_point(shape, with, V + point * v_point, u + point * u_stride(shape),
-                       M + point * m_point, tiles * LANES, point, narrow);
+        (narrow ? multiply_words : multiply_floats)(shape, with, V + point * v_point,
+                                                    u + point * u_stride(shape),
+                                                    M + point * m_point, tiles * LANES, point);
         tick();
     }
     meet(team);

@@ -32,15 +32,6 @@
 #include "products.h"
 #include "team.h"
 
-#ifdef BF16 /* functions that are compiled twice, see value.h */
-#define winograd_weights_floats winograd_weights_floats_bf16
-#define winograd_weights_tiles winograd_weights_tiles_bf16
-#define winograd_weights winograd_weights_bf16
-#define winograd_conv_floats winograd_conv_floats_bf16
-#define winograd_dweight_floats winograd_dweight_floats_bf16
-#define winograd_dweight winograd_dweight_bf16
-#endif
-
 /* A convolution of one block, or of one group of its channels. Tiles cover each phase of the
  * output, starting at its first pixel. Tiles at the right and the bottom may extend beyond the
  * output. In these parts of tiles, x must be zero, and so must dy for dweight. A phase of x has at
@@ -169,7 +160,8 @@ void winograd_conv(const struct team *team, const struct winograd *shape, struct
                    float *scratch);
 
 /* Compute dweight (outputs, inputs, r, r), the block's gradient with respect to the weights of the
- * forward pass `shape`; m_h and m_w are 4, or 2 with -DBF16 and r = 5. Taps outside the original filter are not defined. x is
+ * forward pass `shape`; m_h and m_w are 4, or 2 with -DBF16 and r = 5. Taps outside the original
+ * filter are not defined. x is
  * padded. `dy` starts at its first pixel and is zero beyond its rows and columns up to the end of
  * the tiles (a multiple of 4). */
 int64_t winograd_dweight_floats(const struct winograd *shape);
