@@ -28,7 +28,7 @@ OBJECTS = os.path.join(os.path.dirname(FOLDER), "build", "kernels")
 PARSER = os.path.join(os.path.dirname(FOLDER), "mpidl", "backends", "declarations.py")
 exported = runpy.run_path(PARSER)["exported"]
 BF16 = "_bf16"  # the suffix of functions that are compiled for bfloat16
-DECLARED = re.compile(r"^(?!static|typedef|INLINE)(?:const )?\w+ \*?(\w+)\(", re.M)
+DECLARED = re.compile(r"^(?!static|typedef|INLINE)(?:const |struct )*\w+ \*?(\w+)\(", re.M)
 
 # The kernels add and multiply in a fixed order. No flag may allow the compiler to change this
 # order.
@@ -164,8 +164,8 @@ def calls():
 def compilations():
     """Return (source, additional flags) of each object: some sources are compiled twice.
 
-    A source that uses the type `value` (kernels/cpu/value.h) is compiled again with -DBF16, and
-    its functions are renamed.
+    A source that uses the type `value` (kernels/cpu/value.h), or that defines a function of a header
+    that does, is compiled again with -DBF16, and these functions are renamed.
     """
     has_values = [name for name in os.listdir(SOURCES) if re.search(r"\bvalue \*\w", read(name))]
     functions = exported(read("mpidl.h"))
@@ -174,7 +174,11 @@ def compilations():
         if header != "mpidl.h" and not _with_includes(header).keys().isdisjoint(has_values):
             names.update(DECLARED.findall(read(header)))
     flags = ["-DBF16", *(f"-D{name}={name}{BF16}" for name in sorted(names))]
-    twice = [name for name in source_names() if name in has_values]
+    twice = [
+        name
+        for name in source_names()
+        if name in has_values or not names.isdisjoint(DECLARED.findall(read(name)))
+    ]
     return [(name, ()) for name in source_names()] + [(name, tuple(flags)) for name in twice]
 
 

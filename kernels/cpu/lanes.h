@@ -40,7 +40,9 @@
 #endif
 #define PARTS (LANES / WIDTH)
 
+/* A function that is compiled for the constants of each call, and one that is compiled once. */
 #define INLINE static inline __attribute__((always_inline))
+#define APART static __attribute__((noinline))
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -156,12 +156,13 @@ void mpidl_conv2d(const value *x, const float *mean, const float *scale, const f
                   float low, float high, const float *weight, const float *bias, value *y,
                   double *moments, const int32_t *counts, int64_t blocks, const int64_t *shape,
                   const int64_t *tree, int64_t tile, const value *addend, int64_t relu);
-/* dy is the gradient of y. If y_mean is not NULL, dy is the gradient of the activation of y, and
- * the gradient of y is a * dz + b * (y - mean) + c. If y_scale and y_beta are NULL, no activation
- * follows the normalization of y. dy_out is NULL or dy, and the function may store the gradient of
- * y there. dx may be NULL or dy. sums (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx.
- * bias (C) or NULL is added to dx. dweight or NULL has the shape (nodes, K * C/groups * R * S + K);
- * the gradient of the bias comes last. */
+/* conv_backward.c: dy is the gradient of y. If y_mean is not NULL, dy is the gradient of the
+ * activation of y, and the gradient of y is a * dz + b * (y - mean) + c. If y_scale and y_beta are
+ * NULL, no activation follows the normalization of y. If only y_mean is NULL, y is the output of a
+ * ReLU, and dy is the gradient of this output. dy_out is NULL or dy, and the function may store the
+ * gradient of y there. dx may be NULL or dy. sums (blocks, 2C) or NULL receives the
+ * mpidl_batchnorm_sums of dx. bias (C) or NULL is added to dx. dweight or NULL has the shape (nodes,
+ * K * C/groups * R * S + K); the gradient of the bias comes last. */
 void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
                            const float *y_scale, const float *y_beta, float y_low, float y_high,
                            const float *a, const float *b, const float *c, const value *x,

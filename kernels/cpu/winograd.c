@@ -57,9 +57,6 @@ int64_t winograd_weights_floats(const struct winograd *shape) {
 
 int64_t winograd_weights_tiles(int64_t outputs) { return quads(outputs); }
 
-/* A function that is compiled once, not once for each size of tiles. */
-#define APART static __attribute__((noinline))
-
 /* Copy the filters of up to four inputs and four outputs to taps[tap][input * 4 + output], with
  * zeros for missing filters. In w, outputs are `to` floats apart, and inputs are `from` floats
  * apart. If `swap` is 1, the inputs of each pair are swapped. */

@@ -370,14 +370,27 @@ INLINE void dweight_of(const struct team *team, const struct plan *p, struct pix
         EACH_TILE(team, tile, p->K / QUAD) finish_lanes(p, tile, dweight, r);
 }
 
+/* Each size is a function of its own: compilers need less time for several small functions than for
+ * a large one. */
+#define SIZE(r)                                                                                    \
+    APART void dweight_##r(const struct team *team, const struct plan *p, struct pixels x,         \
+                           struct pixels dy, float *dweight) {                                     \
+        dweight_of(team, p, x, dy, dweight, r);                                                    \
+    }
+SIZE(2)
+SIZE(3)
+SIZE(4)
+SIZE(5)
+#undef SIZE
+
 void winograd_dweight(const struct team *team, const struct winograd *shape, struct pixels x,
                       struct pixels dy, float *dweight, float *scratch) {
     const struct plan plan = plan_of(shape, scratch);
     switch (shape->r) {
-    case 2: dweight_of(team, &plan, x, dy, dweight, 2); break;
-    case 3: dweight_of(team, &plan, x, dy, dweight, 3); break;
-    case 4: dweight_of(team, &plan, x, dy, dweight, 4); break;
-    case 5: dweight_of(team, &plan, x, dy, dweight, 5); break;
+    case 2: dweight_2(team, &plan, x, dy, dweight); break;
+    case 3: dweight_3(team, &plan, x, dy, dweight); break;
+    case 4: dweight_4(team, &plan, x, dy, dweight); break;
+    case 5: dweight_5(team, &plan, x, dy, dweight); break;
     }
 }
 

@@ -64,11 +64,11 @@ def _sizes(x_shape, weight_shape, geometry):
 
 
 def _padded_gradient(pixels, outputs, taps, before, stride, dilation):
-    """Return the number of rows (or columns) of the padded gradient, as in `lay_out_dy` of conv.c.
+    """Return the number of rows (or columns) of the padded gradient of y.
 
     The padding before the first output extends to the output that the last filter tap reaches from
     the first pixel. The padding after the last output extends to the output that the first filter
-    tap reaches from the last pixel.
+    tap reaches from the last pixel. `lay_out_dy` of conv_backward.c computes the same number.
     """
     reach = max(dilation * (taps - 1) - before, 0)
     beyond = (pixels - 1 + before) // stride - (outputs - 1)
