@@ -164,8 +164,8 @@ def calls():
 def compilations():
     """Return (source, additional flags) of each object: some sources are compiled twice.
 
-    A source that uses the type `value` (kernels/cpu/value.h), or that defines a function of a header
-    that does, is compiled again with -DBF16, and these functions are renamed.
+    A source that uses the type `value` (kernels/cpu/value.h), or that defines a function of a
+    header that does, is compiled again with -DBF16, and these functions are renamed.
     """
     has_values = [name for name in os.listdir(SOURCES) if re.search(r"\bvalue \*\w", read(name))]
     functions = exported(read("mpidl.h"))
