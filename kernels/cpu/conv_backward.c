@@ -307,7 +307,9 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
     const int uses_products = NARROW && dweight && !dweight_tile && outputs >= FEW_OUTPUTS;
     enum form images = uses_products ? OVER_IMAGES : FLOATS, channels;
     if (NARROW && dweight && dweight_tile) images = HALVES;
-    if (dx) channels = !NARROW ? FLOATS : tile ? HALVES : outputs > 1 ? OVER_CHANNELS : FLOATS;
+    /* A single channel of dy is rounded, too, so that dx is the same if dweight is not needed. */
+    const enum form single = inputs > 1 ? ROUNDED : FLOATS;
+    if (dx) channels = !NARROW ? FLOATS : tile ? HALVES : outputs > 1 ? OVER_CHANNELS : single;
     else channels = images;
     /* dy is copied over images if a pass needs that, and else only over channels */
     const enum form form = !dweight ? (channels == PAIRS ? HALVES : channels) : images;

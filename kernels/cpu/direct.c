@@ -90,7 +90,8 @@ void direct_rows(const struct team *team, const struct direct *d) {
                 int64_t high = least(d->outputs - k, OUTPUTS), at = pixel + k * d->out_channel;
                 struct finish finish = d->finish;
                 if (finish.addend) finish.addend += at;
-                tile_kernel *kernel = (d->pairs ? pairs_tiles : tiles)[width - 1][high - 1];
+                tile_kernel *kernel = tiles[width - 1][high - 1];
+                if (d->pairs) kernel = pairs_tiles[width - 1][high - 1];
                 kernel(in, d->offset, d->taps, d->weight + k * d->taps,
                        d->bias ? d->bias + k : NULL, finish, d->out + at, d->out_channel,
                        d->out_pixel, d->next);

@@ -233,9 +233,10 @@ static void norm_max_pool_relu_dx_tile(void *argument, int64_t tile, float *own)
     for (int64_t c = 0; c < w->C + job->before; c++) {
         if (c < w->C) {
             int64_t from = (block * w->C + c) * pooled;
-            for (int64_t part = 0; part < LANES; part += WIDTH)
-                collect_rectangle(w, pixels, job->dy + from + part, job->argmax + from + part,
-                                  dy + part);
+            for (int64_t part = 0; part < LANES; part += WIDTH) {
+                struct pooled of_part = {job->dy + from + part, job->argmax + from + part, NULL};
+                collect_rectangle(w, pixels, of_part, dy + part);
+            }
             products_of_channel(job, job->x + at, dy, c, floats, rings, job->out + at);
         }
         sum_of_channel(job, job->x + at, c, floats, 1, rings, job->out + at);

@@ -69,8 +69,7 @@ static void pool_tile(void *argument, int64_t tile, float *own) {
 /* ---- backward ---- */
 
 /* Compute dx for windows that do not overlap: each window writes its own pixels. */
-INLINE void spread(const struct windows *w, int64_t R, int64_t S, const value *dy,
-                   const uint8_t *argmax, value *dx) {
+INLINE void spread(const struct windows *w, int64_t R, int64_t S, struct pooled from, value *dx) {
     for (int64_t p = 0; p < w->P; p++) {
         struct span row = span_of(p, w->stride_h, w->top, R, w->H);
         for (int64_t q = 0; q < w->Q; q++) {
@@ -78,27 +77,26 @@ INLINE void spread(const struct windows *w, int64_t R, int64_t S, const value *d
             value *pixels = dx + (row.start * w->W + column.start) * LANES;
             int64_t window = p * w->Q + q;
             if (row.stop - row.first == R && column.stop - column.first == S) {
-                FEW_PIXELS for (int64_t i = 0; i < R; i++) FEW_PIXELS for (int64_t j = 0; j < S; j++)
-                    store(pixels + (i * w->W + j) * LANES, handed(dy, argmax, window, i * S + j));
+                FEW_PIXELS for (int64_t i = 0; i < R; i++)
+                    FEW_PIXELS for (int64_t j = 0; j < S; j++)
+                        store(pixels + (i * w->W + j) * LANES, handed(from, window, i * S + j));
             } else {
                 for (int64_t i = row.first; i < row.stop; i++)
                     for (int64_t j = column.first; j < column.stop; j++)
-                        store(pixels + (i * w->W + j) * LANES,
-                              handed(dy, argmax, window, i * S + j));
+                        store(pixels + (i * w->W + j) * LANES, handed(from, window, i * S + j));
             }
         }
     }
 }
 
-INLINE void channel_dx(const struct windows *w, const value *dy, const uint8_t *argmax,
-                       value *dx) {
+INLINE void channel_dx(const struct windows *w, struct pooled from, value *dx) {
     struct rectangle all = {w->top, w->top + w->H, w->left, w->left + w->W};
     if (!are_apart(w))
-        collect_rectangle(w, all, dy, argmax, dx);
+        collect_rectangle(w, all, from, dx);
     else if (w->R == 2 && w->S == 2)
-        spread(w, 2, 2, dy, argmax, dx);
+        spread(w, 2, 2, from, dx);
     else
-        spread(w, w->R, w->S, dy, argmax, dx);
+        spread(w, w->R, w->S, from, dx);
 }
 
 static void pool_dx_tile(void *argument, int64_t tile, float *own) {
@@ -114,20 +112,19 @@ static void pool_dx_tile(void *argument, int64_t tile, float *own) {
     if (are_apart(w) && !tiled) /* some pixels are in no window */
         memset(dx, 0, (size_t)(pixels * LANES) * sizeof *dx);
     if (!argmax) {
-        value *part = (value *)own;
+        float *share = own;
         for (int64_t p = 0; p < w->P; p++)
             for (int64_t q = 0; q < w->Q; q++) {
                 vec count = splat(divisor_of(w, p, q));
-                for (int64_t stop = LANES; stop; stop -= WIDTH, part += WIDTH, dy += WIDTH)
-                    store(part, load(dy) / count);
+                for (int64_t stop = LANES; stop; stop -= WIDTH, share += WIDTH, dy += WIDTH)
+                    store(share, load(dy) / count);
             }
-        dy = (value *)own;
     }
     for (int64_t part = 0; part < LANES; part += WIDTH) {
         if (argmax)
-            channel_dx(w, dy + part, argmax + part, dx + part);
+            channel_dx(w, (struct pooled){dy + part, argmax + part, NULL}, dx + part);
         else
-            channel_dx(w, dy + part, NULL, dx + part);
+            channel_dx(w, (struct pooled){NULL, NULL, own + part}, dx + part);
     }
     if (job->sums) {
         double *row = job->sums + tile / w->C * 2 * w->C;

@@ -96,11 +96,19 @@ INLINE void max_pool(const struct windows *w, const struct channel *c, int defer
 
 /* ---- backward ---- */
 
-/* Return the gradient that a window passes to the pixel at position `place`. For average pooling,
- * dy is already divided by the size of the window. */
-INLINE vec handed(const value *dy, const uint8_t *argmax, int64_t window, int64_t place) {
-    vec d = load(dy + window * LANES);
-    return argmax ? keep(load_bytes(argmax + window * LANES) == (int32_t)place, d) : d;
+/* The gradients of a channel of pooled pixels: for max pooling, dy and the positions of the largest
+ * pixels; for average pooling, `shares`, which are dy divided by the sizes of the windows. */
+struct pooled {
+    const value *dy;
+    const uint8_t *argmax;
+    const float *shares;
+};
+
+/* Return the gradient that a window passes to the pixel at position `place`. */
+INLINE vec handed(struct pooled from, int64_t window, int64_t place) {
+    if (!from.argmax) return load(from.shares + window * LANES);
+    return keep(load_bytes(from.argmax + window * LANES) == (int32_t)place,
+                load(from.dy + window * LANES));
 }
 
 /* Pixels [h0, h1) x [v0, v1), counted from the start of the border. */
@@ -122,13 +130,13 @@ INLINE struct holders holders_of(int64_t at, int64_t stride, int64_t size, int64
 /* Compute dx of a pixel: the sum over the windows that contain it. The sum starts with the last
  * window, so that the pixel's positions in the windows increase. If windows do not overlap, there
  * is no sum, which would turn -0 into 0. */
-INLINE void collect_pixel(const struct windows *w, const value *dy, const uint8_t *argmax,
-                          int64_t h, struct holders rows, int64_t v, value *dx) {
+INLINE void collect_pixel(const struct windows *w, struct pooled from, int64_t h,
+                          struct holders rows, int64_t v, value *dx) {
     struct holders columns = holders_of(v, w->stride_w, w->S, w->Q);
     vec sum = zero();
     for (int64_t p = rows.last; p >= rows.first; p--)
         for (int64_t q = columns.last; q >= columns.first; q--) {
-            vec d = handed(dy, argmax, p * w->Q + q,
+            vec d = handed(from, p * w->Q + q,
                            (h - p * w->stride_h) * w->S + v - q * w->stride_w);
             if (are_apart(w))
                 sum = d;
@@ -139,34 +147,33 @@ INLINE void collect_pixel(const struct windows *w, const value *dy, const uint8_
 }
 
 /* Compute dx of a rectangle; its rows are consecutive in dx. */
-INLINE void collect(const struct windows *w, struct rectangle r, const value *dy,
-                    const uint8_t *argmax, value *dx) {
+INLINE void collect(const struct windows *w, struct rectangle r, struct pooled from, value *dx) {
     for (int64_t h = r.h0; h < r.h1; h++) {
         struct holders rows = holders_of(h, w->stride_h, w->R, w->P);
         for (int64_t v = r.v0; v < r.v1; v++, dx += LANES)
-            collect_pixel(w, dy, argmax, h, rows, v, dx);
+            collect_pixel(w, from, h, rows, v, dx);
     }
 }
 
 /* Like `collect`, for 3x3 windows at stride 2, which process two adjacent pixels together. Windows
  * q and q - 1 contain the first pixel, 2 * q. Only window q contains the second pixel. */
-INLINE void collect_3x3_2(const struct windows *w, struct rectangle r, const value *dy,
-                          const uint8_t *argmax, value *dx) {
+INLINE void collect_3x3_2(const struct windows *w, struct rectangle r, struct pooled from,
+                          value *dx) {
     for (int64_t h = r.h0; h < r.h1; h++) {
         struct holders rows = holders_of(h, 2, 3, w->P);
         for (int64_t v = r.v0; v < r.v1;) {
             int64_t q = v / 2;
             if (v % 2 || q < 1 || q >= w->Q || v + 2 > r.v1) {
-                collect_pixel(w, dy, argmax, h, rows, v++, dx);
+                collect_pixel(w, from, h, rows, v++, dx);
                 dx += LANES;
                 continue;
             }
             vec first = zero(), second = zero();
             for (int64_t p = rows.last; p >= rows.first; p--) {
                 int64_t window = p * w->Q + q, place = (h - p * 2) * 3;
-                first += handed(dy, argmax, window, place);
-                first += handed(dy, argmax, window - 1, place + 2);
-                second += handed(dy, argmax, window, place + 1);
+                first += handed(from, window, place);
+                first += handed(from, window - 1, place + 2);
+                second += handed(from, window, place + 1);
             }
             store(dx, first), store(dx + LANES, second);
             v += 2, dx += 2 * LANES;
@@ -174,12 +181,12 @@ INLINE void collect_3x3_2(const struct windows *w, struct rectangle r, const val
     }
 }
 
-INLINE void collect_rectangle(const struct windows *w, struct rectangle r, const value *dy,
-                              const uint8_t *argmax, value *dx) {
+INLINE void collect_rectangle(const struct windows *w, struct rectangle r, struct pooled from,
+                              value *dx) {
     if (w->R == 3 && w->S == 3 && w->stride_h == 2 && w->stride_w == 2)
-        collect_3x3_2(w, r, dy, argmax, dx);
+        collect_3x3_2(w, r, from, dx);
     else
-        collect(w, r, dy, argmax, dx);
+        collect(w, r, from, dx);
 }
 
 #endif

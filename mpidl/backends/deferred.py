@@ -8,12 +8,13 @@ stored. Backends compute the activation while they read this input, which saves 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from mpidl.core import fold
 from mpidl.core.blocks import Batch, Blocked, DeferredInput
+from mpidl.core.values import BF16, as_type
 
 
 class NormalizedInput(DeferredInput):
@@ -113,6 +114,21 @@ def readable(value: Blocked) -> np.ndarray | DeferredInput:
 def addend(value: Blocked) -> np.ndarray | DeferredInput:
     """Return the operand that an addition reads: a NormalizedInput, or the `readable` operand."""
     return value.deferred if isinstance(value, DeferredNormalization) else readable(value)
+
+
+def in_one_type(
+    values: Sequence[Blocked],
+    operand: Callable[[Blocked], np.ndarray | DeferredInput] = readable,
+) -> list[np.ndarray | DeferredInput]:
+    """Return the operand of each value. If some are bfloat16, the others are rounded to bfloat16.
+
+    Images, results of dense layers and results of custom layers are float32 in every precision.
+    """
+    rounds = any(value.storage == BF16 for value in values)
+    return [
+        as_type(value.raw, BF16) if rounds and value.storage != BF16 else operand(value)
+        for value in values
+    ]
 
 
 class GradientWithSums(Blocked):

@@ -99,8 +99,8 @@ class Backend(TrainingFunctions, Protocol):
     ) -> Lanes:
         """Return max(0, conv2d(x, weight, bias) + addend).
 
-        The bytes are the same as if separate functions computed the convolution, sum and ReLU.
-        `addend` has the shape of the result, or is None.
+        In float32, the bytes are the same as if separate functions computed the convolution, sum
+        and ReLU. `addend` has the shape of the result, or is None.
         """
 
     def conv2d_moments(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpidl import backends
-from mpidl.backends.deferred import DeferredNormalization, GradientWithSums, addend
+from mpidl.backends.deferred import DeferredNormalization, GradientWithSums, addend, in_one_type
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Needs, SumOfCotangents
@@ -15,7 +15,7 @@ from mpidl.core.tape import Needs, SumOfCotangents
 def add_relu(a: Blocked, b: Blocked) -> WithVjp[Blocked]:
     """Return relu(a + b). Both values must have the same mini-batch, shape and dtype.
 
-    The result has the same bytes as the result of separate ops. The backend's attribute
+    In float32, the result has the same bytes as the result of separate ops. The backend's attribute
     `fuses_convolutions` must be True. If a or b is a DeferredNormalization, the backend normalizes
     it while it reads it. The backward pass adds up the cotangents from two readers of the result.
     In the same pass over memory, it computes the sums for the batch normalizations of a and b.
@@ -31,12 +31,14 @@ def add_relu(a: Blocked, b: Blocked) -> WithVjp[Blocked]:
         The result, with the shape of `a`.
     """
     backend, values = backends.of_value(a), (a, b)
-    y = backend.add_relu(addend(a), addend(b))
+    y = backend.add_relu(*in_one_type(values, addend))
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         parts = dy.parts if isinstance(dy, SumOfCotangents) else (dy,)
         normalizations = [
-            value.deferred if need and isinstance(value, DeferredNormalization) else None
+            value.deferred
+            if need and isinstance(value, DeferredNormalization) and value.storage == y.dtype
+            else None
             for value, need in zip(values, needs, strict=True)
         ]
         dz, sums = backend.add_relu_dx(

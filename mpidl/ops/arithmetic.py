@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, overload
 import numpy as np
 
 from mpidl import backends
-from mpidl.backends.deferred import addend
+from mpidl.backends.deferred import addend, in_one_type
 from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
@@ -93,9 +93,9 @@ def _sum_to(dy: Any, x: Any) -> Any:
 
 @op(blocks=True)
 def _add_blocked(a: Blocked, b: Blocked) -> WithVjp[Blocked]:
-    if a.storage != b.storage:
+    if a.dtype != b.dtype:
         return a.like(a.lanes + b.lanes), lambda dy, needs: (dy, dy)
-    operands = addend(a), addend(b)
+    operands = in_one_type((a, b), addend)
     return a.like(backends.of_value(a).add(*operands)), lambda dy, needs: (dy, dy)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpidl import backends
-from mpidl.backends.deferred import readable
+from mpidl.backends.deferred import in_one_type
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Needs, Var
@@ -49,4 +49,4 @@ def concat(*values: Blocked | Var) -> WithVjp[Blocked]:
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         return tuple(first.like(part) for part in backend.split(dy.raw, channels))
 
-    return first.like(backend.concat([readable(v) for v in blocked])), vjp
+    return first.like(backend.concat(in_one_type(blocked))), vjp

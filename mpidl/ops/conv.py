@@ -79,7 +79,7 @@ def conv2d_relu(
 ) -> WithVjp[Blocked]:
     """Return relu(conv2d(x, weight, bias) + addend), computed in one pass over the output.
 
-    The result has the same bytes as the result of separate ops. The backend's attribute
+    In float32, the result has the same bytes as the result of separate ops. The backend's attribute
     `fuses_convolutions` must be True.
 
     Parameters

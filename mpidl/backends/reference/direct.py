@@ -2,8 +2,9 @@
 
 Every sum has the order that kernels/cpu/value.h defines: pairs of channels, or of images, whose odd
 member comes first. Arguments and results are float32 arrays. If both operands of the products are
-rounded to bfloat16, the products are exact in float32. Otherwise a sum of one channel, or a
-gradient of few outputs, has fused multiply-adds of the numbers as they are.
+rounded to bfloat16, the products are exact in float32. Otherwise, in forward passes of a single
+channel, dx of filters from one channel to one channel, and gradients of few outputs, sums have
+fused multiply-adds of the numbers as they are.
 """
 
 import itertools
@@ -38,7 +39,7 @@ def conv2d_dx(dy, image_shape, weight, geometry, bias=None):
     """Return the gradient with respect to images of this shape, plus the bias of each channel."""
     stride, ((top, _), (left, _)), dilation, groups = geometry
     outputs, inputs = len(weight) // groups, weight.shape[1]
-    grads, weight, add = _operands(dy, weight, outputs > 1)
+    grads, weight, add = _operands(dy, weight, outputs > 1 or inputs > 1)
     border = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
     grads = _bordered(grads, *((n, n) for n in border))
     dx = _zeros(len(dy), image_shape)
