@@ -20,6 +20,7 @@ from single_rank import SingleRank, all_images, assert_slopes, blocked, finite_d
 import mpidl as dl
 from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
+from mpidl.backends import settings
 from mpidl.training.files.resume_changes import refuse_changes
 
 SHAPE = (2, 8, 8)
@@ -144,6 +145,23 @@ def test_fused_layers_have_the_bytes_of_the_separate_ones(world, names):
     fused, separate = fused_and_separate(lambda: network().freeze(*names))
     batch = batch_of(world)
     assert step_bytes(world, fused, batch) == step_bytes(world, separate, batch)
+
+
+@needs_kernels
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("filters", [1, 3, 20])
+def test_earlier_layers_have_the_same_gradients_below_a_frozen_convolution(
+    filters, precision, world, monkeypatch
+):
+    monkeypatch.setattr(settings, "precision", precision)
+    names = "conv1.weight", "batchnorm1.gamma"
+
+    def gradients(*frozen):
+        net = network([*conv_norm_relu(3, 8), *conv_norm_relu(3, filters), dl.Dense(4)])
+        computed = training_step(world, net.freeze(*frozen))[1]
+        return [computed[name].tobytes() for name in names]
+
+    assert gradients() == gradients("conv2")
 
 
 def test_a_frozen_normalization_uses_its_running_state(world):

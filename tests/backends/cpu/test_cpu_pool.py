@@ -1,11 +1,14 @@
-"""Test pooling in networks with fused layers; test_conformance.py tests the kernels."""
+"""Test pooling in fused layers and in bfloat16; test_conformance.py tests the kernels."""
 
 import numpy as np
 import pytest
-from cpu_builds import needs_kernels
+from conformance import share
+from cpu_builds import needs_kernels, on_all_builds
 from single_rank import blocked, numbers
 
 import mpidl as dl
+from mpidl.backends import CPU, shapes
+from mpidl.backends.reference import bf16
 
 pytestmark = needs_kernels
 
@@ -25,3 +28,20 @@ def test_fused_and_separate_layers_give_the_same_bytes(world, layer):
         return [v.tobytes() for v in (value, *gradients.values(), *state.values())]
 
     assert results(True) == results(False)
+
+
+def test_gradients_of_means_are_rounded_to_bfloat16_once():
+    """The root mean square of one rounding is below 2^-9, and that of two is above it."""
+    windows, tree = shapes.Windows((3, 3), (1, 1), ((1, 1), (1, 1))), share(1).tree
+    dy = bf16.narrowed(numbers("gradients of means", 1, 4, 12, 12, 16, low=-1, dtype=np.float32))
+    x = np.zeros_like(dy)
+    border = np.pad(bf16.widened(dy).astype(float), ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)))
+    exact = sum(border[:, :, i : i + 12, j : j + 12] for i in range(3) for j in range(3)) / 9
+
+    def compare():
+        dx = CPU.average_pool2d_dx(dy, x, windows, True, tree)[0]
+        error = bf16.widened(dx) - exact
+        assert np.linalg.norm(error) < 2**-9 * np.linalg.norm(exact)
+        return dx
+
+    on_all_builds(compare)
