@@ -188,6 +188,8 @@ def _bf16(build):
         return "by NumPy, slow"
     if builds.has_native_bf16(build):
         return "native (AVX512_BF16)"
+    if build == "generic" and platform.machine() == "x86_64":  # no fused multiply-add
+        return "widened to float32; other bytes than native"
     return "widened to float32; the same bytes as native"
 
 

@@ -141,9 +141,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if world.rank == 0:
         print(f"Data: {images.describe()}", file=sys.stderr)
         print(f"Normalization: {net.normalization.describe()}", file=sys.stderr)
-        trained_in = printable(net.trained_precision or "fp32")
-        if (parsed.precision, trained_in) != ("fp32", "fp32"):
+        if net.trained_precision:
+            trained_in = printable(net.trained_precision)
             print(f"Precision: {parsed.precision}, trained in {trained_in}", file=sys.stderr)
+        elif parsed.precision != "fp32":
+            print(f"Precision: {parsed.precision}", file=sys.stderr)
     if parsed.bad_images and world.rank == 0:
         for _, text in sorted(parsed.bad_images.reasons.items()):
             print(f"warning: skipped an image: {text}", file=sys.stderr)

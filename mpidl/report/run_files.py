@@ -40,7 +40,7 @@ NUMBERS = """
 accuracy loss validation_accuracy validation_loss
 images_per_second train_seconds epochs iterations ranks threads
 """.split()
-TEXTS = ("device", "stopped", "weights_sha256")
+TEXTS = ("device", "precision", "stopped", "weights_sha256")
 
 
 @dataclass(frozen=True, eq=False)

@@ -108,7 +108,7 @@ def dense_dweight(dy, x):
 
 def channel_sums(x):
     """Return the sums of each block's channels, (B, C), over the pixels and lanes."""
-    rows = x if x.ndim == 5 else x.reshape(*x.shape[:2], 1, -1, LANES)
+    rows = x if x.ndim == 5 else x.reshape(*x.shape[:2], 1, math.prod(x.shape[2:-1]), LANES)
     sums = np.zeros((*x.shape[:2], 4, LANES), np.float32)
     for p, q in np.ndindex(rows.shape[2:4]):
         sums[:, :, q % 4] += rows[:, :, p, q]
@@ -196,8 +196,9 @@ def _sum_of_pairs(x, weight):
 
 def _sum_of_bands(grads, columns):
     """Return the same for all pixels of images. Each band of pixels has a sum of its own."""
-    grads, columns = (v.reshape(*v.shape[:3], -1, LANES) for v in (grads, columns))
-    channels, pixels = grads.shape[2] + columns.shape[2], grads.shape[3]
+    pixels = math.prod(grads.shape[3:-1])
+    grads, columns = (v.reshape(*v.shape[:3], pixels, LANES) for v in (grads, columns))
+    channels = grads.shape[2] + columns.shape[2]
     longest = (512 << 10) // (channels * LANES * 2)  # see pass_of in pointwise.c
     longest = min(max(longest, 6), 96) // 6 * 6
     bands = -(-pixels // longest)

@@ -23,7 +23,7 @@ RESULTS: dict[str, tuple[bool | None, int | None]] = {
     "validation_loss": (False, 4),
     "images_per_second": (True, 0),
 }
-FACTS = ("epochs", "iterations", "ranks", "threads", "device")
+FACTS = ("epochs", "iterations", "ranks", "threads", "device", "precision")
 STYLE = """
 :root { color-scheme: light; --line: #d9dde3; --soft: #f4f6f8; --ink: #1c2430; --dim: #5c6773; }
 * { box-sizing: border-box; }

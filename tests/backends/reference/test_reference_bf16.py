@@ -6,10 +6,10 @@ Direct convolutions whose arguments are stored are compared in test_conformance.
 import numpy as np
 import pytest
 from cases import CASES, LARGE_CONVOLUTIONS, activation_back
-from conformance import arguments, call, flat, host, numbers, share
+from conformance import arguments, call, flat, host, numbers, results, share
 from cpu_builds import FUSED_BUILDS, bytes_of, needs_kernels, on_all_builds
 
-from mpidl.backends import CPU, settings
+from mpidl.backends import CPU, REFERENCE, settings
 from mpidl.backends.reference import bf16, direct
 from mpidl.core.fold import Counter
 from mpidl.core.values import BF16, as_type
@@ -157,6 +157,15 @@ def test_negative_control_order_of_products(monkeypatch):
 def even_first(tap):
     channel, row, column = tap
     return channel // 2, row, column, channel
+
+
+@pytest.mark.parametrize("label", ["digits 2", "1x1", "large 1x1", "(130,) to 17"])
+def test_the_reference_accepts_ranks_without_images(label):
+    cases = [c for c in CASES if c.in_bf16 and c.label == f"{label}, bf16"]
+    assert cases
+    for case in cases:
+        whole, shared = (results(case, REFERENCE, 2, runs) for runs in (None, ((0, 2), (2, 2))))
+        assert bytes_of(whole) == bytes_of(shared), str(case)
 
 
 def test_as_type_converts_many_blocks():
