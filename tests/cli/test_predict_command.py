@@ -151,7 +151,7 @@ def test_the_precision_is_printed_if_it_is_not_fp32(images, tmp_path, capsys, mo
             lines[trained_in, precision] = found
     assert lines == {
         ("fp32", "fp32"): [],
-        ("fp32", "bf16"): ["bf16, trained in fp32"],
+        ("fp32", "bf16"): ["bf16"],
         ("bf16", "fp32"): ["fp32, trained in bf16"],
         ("bf16", "bf16"): ["bf16, trained in bf16"],
     }
