@@ -608,10 +608,8 @@ ORDERED |= {"dense", "dense_dweight", "dense_backward"}
 def in_bf16(case):
     """Return a case with the activations and their gradients in bfloat16, or None without any.
 
-    Scores of dense layers, and their gradients, are float32. Means of windows round the share of
-    each pixel, so their gradients have no exact results.
+    Scores of dense layers, and their gradients, are float32.
     """
-    has_means = case.function == "average_pool2d_dx"
 
     def narrowed(name, draw):
         if isinstance(draw, list):
@@ -621,8 +619,7 @@ def in_bf16(case):
         return draw._replace(dtype=BF16) if is_stored and not is_score else draw
 
     arguments = {name: narrowed(name, draw) for name, draw in case.arguments.items()}
-    is_special = has_means and case.arguments["x"].special
-    if "cpu" not in case.backends or arguments == case.arguments or is_special:
+    if "cpu" not in case.backends or arguments == case.arguments:
         return None
     policies = case.settings.get("cpu", ({},))
     is_fused = case.call is through_activations
@@ -635,7 +632,6 @@ def in_bf16(case):
         backends=CPU,
         settings={"cpu": tuple(values | {"precision": "bf16"} for values in policies)},
         ordered=is_ordered,
-        tolerance=case.tolerance or 1e-6 * has_means,
     )
 
 
