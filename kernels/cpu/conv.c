@@ -34,7 +34,7 @@ void mpidl_conv2d(const value *x, const float *mean, const float *scale, const f
                         .y = y,
                         .rows = moments,
                         .counts = counts,
-                        .shape = winograd,
+                        .winograd = winograd,
                         .step_h = 1,
                         .step_w = 1,
                         .in_step = c.stride_h,

@@ -7,6 +7,9 @@
 #include "fold.h"
 #include "team.h"
 
+/* The scratch slots of a convolution, see team.h. */
+enum { OFFSETS, INDICES, WEIGHTS, LEAVES, PHASES, FILTERS };
+
 /* The geometry of a convolution of (C, H, W) images; Python passes it as int64_t[17]. */
 struct conv {
     int64_t C, H, W, K, P, Q, R, S;
@@ -27,20 +30,9 @@ INLINE int64_t item_channels(enum form form, int64_t channels) {
     return form == PAIRS ? parts_of(channels, 2) : channels;
 }
 
-/* Return the size of an item relative to a float, for `items` items. */
+/* Return how many floats hold `items` items. */
 INLINE int64_t floats_of(enum form form, int64_t items) {
     return form == HALVES ? parts_of(items, 2) : items;
-}
-
-/* A sum over channels adds tap t of `taps` taps in order, see value.h. Return its channel of items,
- * and set the indices of pack_weights, for channels that are `stride` weights apart. */
-INLINE int64_t tap_of(enum form form, int64_t tap, int64_t channels) {
-    return form == ROUNDED && (tap ^ 1) < channels ? tap ^ 1 : tap;
-}
-INLINE void set_indices(enum form form, int32_t *index, int64_t channels, int64_t stride) {
-    for (int64_t t = 0; t < channels; t++)
-        index[t] = (int32_t)(tap_of(form, t, channels) * stride);
-    if (form == PAIRS && channels % 2) index[channels] = -1;
 }
 
 /* The layout of a block's images with a border. `data` points to the first pixel of the border.
@@ -123,7 +115,7 @@ struct direct {
     int64_t outputs;
     value *out;              /* first pixel of the first output */
     struct finish finish;    /* the addend starts at the same pixel as `out` */
-    int64_t out_channel, out_row, out_pixel; /* strides in floats */
+    int64_t out_channel, out_row, out_pixel; /* strides in values */
     int64_t rows, columns;   /* size of the output */
     const float *in;         /* the input for output pixel (0, 0) */
     int64_t in_row;          /* floats between the inputs for adjacent output rows */
@@ -132,6 +124,22 @@ struct direct {
 
 /* Compute the rows that EACH_TILE assigns to this member. */
 void direct_rows(const struct team *team, const struct direct *d);
+
+/* The taps of a direct sum, in the order in which they are added: for a pair of channels, first all
+ * taps of the filter. */
+struct taps {
+    enum form form;
+    int64_t count;
+    int32_t *offset, *index; /* see struct direct and struct packing */
+};
+
+/* Add a tap of a channel, or of a pair of channels. `of_channel` is the number of items between
+ * channels, and `per_channel` the number of weights between channels. */
+void add_tap(struct taps *taps, int64_t channel, int64_t channels, int64_t of_channel,
+             int64_t per_channel, int64_t index, int64_t offset);
+
+/* Return the number of channels that add_tap adds together. */
+INLINE int64_t channel_step(enum form form) { return form == FLOATS ? 1 : 2; }
 
 /* Weights to pack for `struct direct`. For each group, and each tile of four outputs, `out` gets
  * words [taps][outputs of the tile]. The weight of output k and tap t of a group is at `index[t]`,
@@ -144,7 +152,7 @@ struct packing {
     int64_t groups, group_stride, outputs, output_stride, taps;
     const int32_t *index;
 };
-void pack_weights(const struct packing *packing);
+void pack_weights(const struct packing *packing); /* in pack.c, as is add_tap */
 
 /* The arguments of direct_dweight_tile, which computes leaf[k * taps + t] = sum over pixels and
  * lanes of dy[k] * image at offset[t], for the four outputs k of a tile. `own` has

@@ -11,11 +11,6 @@ enum {
     D_BYTES = 256 << 10,   /* maximum size of D for more than one row */
 };
 
-/* Whether a copy in one form must be converted to the other. */
-static int converts(enum form form, enum form to) {
-    return to != form && !(form == ROUNDED && to == FLOATS);
-}
-
 /* Plan the sums over images for dweight. Return their number of scratch floats for a team. */
 static int64_t plan_products(struct pass *pass) {
     const struct conv *c = &pass->c;
@@ -40,7 +35,7 @@ static void lay_out_dy(struct pass *pass, enum form form, enum form over_channel
     if (!pass->dx) reach_h = reach_w = after = right = 0;
     pass->before = reach_h > 0 ? parts_of(reach_h, c->stride_h) : 0;
     pass->left = reach_w > 0 ? parts_of(reach_w, c->stride_w) : 0;
-    const struct winograd *w = &pass->shape;
+    const struct winograd *w = &pass->winograd;
     const int tiles = pass->dx && w->m_h;
     if (tiles) { /* what tiles read before the first pixel of dy */
         pass->before = w->r - 1 - parts_of(c->top, w->step);
@@ -60,7 +55,7 @@ static void lay_out_dy(struct pass *pass, enum form form, enum form over_channel
     /* channels begin at cache lines */
     if (form == HALVES || over_channels == HALVES) columns = parts_of(columns, 2) * 2;
     lay_out(&pass->out, form, rows, columns, 1);
-    if (converts(form, over_channels)) lay_out(&pass->pairs, over_channels, rows, columns, 1);
+    if (form != over_channels) lay_out(&pass->dy_for_dx, over_channels, rows, columns, 1);
 }
 
 /* Choose the memory for the gradient of y. If no pass needs a border, the gradient of y may
@@ -87,7 +82,7 @@ static void find_taps(struct pass *pass) {
  * phase. */
 static void find_phases(struct pass *pass) {
     const struct conv *c = &pass->c;
-    const struct padded *from = pass->pairs_at ? &pass->pairs : &pass->out;
+    const struct padded *from = pass->dy_for_dx_at ? &pass->dy_for_dx : &pass->out;
     int64_t outputs = c->K / c->groups, inputs = c->C / c->groups, filter = c->R * c->S;
     int32_t *offset = (int32_t *)scratch(OFFSETS, pass->taps + 3 + outputs * filter);
     int32_t *index = (int32_t *)scratch(INDICES, 2 * outputs * filter);
@@ -127,8 +122,8 @@ static void find_phases(struct pass *pass) {
 }
 
 /* Compute the gradient of the weights of one group, (outputs, taps), by sums over images: dy and x
- * are copies over images, and begin at the group and the first pixel. The sums run over the rows of
- * dy, and each row is a sum of its own. */
+ * are copies over images, and begin at the group and the first pixel. Each row of dy is summed, and
+ * the sums of the rows are added in order. */
 static void dweight_products(const struct team *team, const struct pass *pass, const float *x,
                              const float *dy, float *leaf) {
     const struct conv *c = &pass->c;
@@ -165,23 +160,16 @@ static void dweight_block(const struct team *team, const struct pass *pass, cons
                           const float *dy, float *leaf) {
     const struct conv *c = &pass->c;
     int64_t outputs = c->K / c->groups, inputs = c->C / c->groups;
-    if (pass->products.panel) {
-        for (int64_t g = 0; g < c->groups; g++)
-            dweight_products(team, pass,
-                             x + floats_of(pass->in.form, g * inputs * pass->in.channel_stride),
-                             dy + floats_of(pass->out.form,
-                                            g * outputs * pass->out.channel_stride +
-                                                pass->before * pass->out.row_stride +
-                                                pass->left * LANES),
-                             leaf + g * outputs * pass->taps);
-        return;
-    }
     /* skip the border */
     dy += floats_of(pass->out.form, pass->before * pass->out.row_stride + pass->left * LANES);
     for (int64_t g = 0; g < c->groups; g++) {
         const float *from = x + floats_of(pass->in.form, g * inputs * pass->in.channel_stride);
         const float *to = dy + floats_of(pass->out.form, g * outputs * pass->out.channel_stride);
         float *group = leaf + g * outputs * pass->taps;
+        if (pass->products.panel) {
+            dweight_products(team, pass, from, to, group);
+            continue;
+        }
         const struct winograd *w = &pass->dweight;
         if (w->m_h) {
             float *spread = c->stride_h > 1 ? team->shared + pass->spread_at : group;
@@ -246,8 +234,8 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
     tick();
     if (pass->dx) {
         struct padded from = out;
-        if (pass->pairs_at) {
-            from = pass->pairs, from.data = team->shared + pass->pairs_at;
+        if (pass->dy_for_dx_at) {
+            from = pass->dy_for_dx, from.data = team->shared + pass->dy_for_dx_at;
             EACH_TILE(team, k, c->groups * item_channels(from.form, c->K / c->groups))
             convert_copy(&from, k, &out, c->K / c->groups);
             meet(team);
@@ -278,7 +266,7 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
                         .dx = dx,
                         .rows = sums,
                         .counts = counts,
-                        .shape = winograd_backward(&c, tile),
+                        .winograd = winograd_backward(&c, tile),
                         .backward = 1,
                         .step_h = c.stride_h,
                         .step_w = c.stride_w,
@@ -307,11 +295,12 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
     const int uses_products = NARROW && dweight && !dweight_tile && outputs >= FEW_OUTPUTS;
     enum form images = uses_products ? OVER_IMAGES : FLOATS, channels;
     if (NARROW && dweight && dweight_tile) images = HALVES;
-    /* A single channel of dy is rounded, too, so that dx is the same if dweight is not needed. */
+    /* If there are several inputs, a single channel of dy is rounded, too: then dx does not depend on
+     * whether dweight is needed. */
     const enum form single = inputs > 1 ? ROUNDED : FLOATS;
     if (dx) channels = !NARROW ? FLOATS : tile ? HALVES : outputs > 1 ? OVER_CHANNELS : single;
     else channels = images;
-    /* dy is copied over images if a pass needs that, and else only over channels */
+    /* The copy of dy has the form that dweight reads. If dx reads another form, it is converted. */
     const enum form form = !dweight ? (channels == PAIRS ? HALVES : channels) : images;
     pass.over_channels = channels;
     lay_out_x(&pass, &pass.dweight, images);
@@ -322,9 +311,9 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
     if (!pass.dy_out) /* transposing reads 16 channels of a group at a time, and pairs of pixels */
         pass.winograd_at +=
             LANES + padded_floats(&pass.out, c.K - outputs + parts_of(outputs, LANES) * LANES, 1);
-    if (converts(form, channels)) {
-        pass.pairs_at = pass.winograd_at;
-        pass.winograd_at += padded_floats(&pass.pairs, c.K, outputs);
+    if (form != channels) {
+        pass.dy_for_dx_at = pass.winograd_at;
+        pass.winograd_at += padded_floats(&pass.dy_for_dx, c.K, outputs);
     }
     if (dx && tile)
         extra = transform_weights(&pass);
@@ -336,6 +325,7 @@ void mpidl_conv2d_backward(const value *dy, const value *y, const float *y_mean,
             if (c.stride_h > 1) spread = outputs * spread_floats(&pass.dweight);
         } else {
             find_taps(&pass);
+            if (mpidl_missing_bytes) return;
             if (uses_products) extra = most(extra, plan_products(&pass));
             else own = direct_dweight_floats(pass.taps);
         }

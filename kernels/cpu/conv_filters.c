@@ -77,13 +77,13 @@ void gather_filters(const struct winograd *w, const float *spread, float *weight
 static void spread_tile(void *job, int64_t k, float *own) {
     const struct pass *pass = job;
     const struct conv *c = &pass->c;
-    spread_filters(&pass->shape, pass->weight + k * c->C / c->groups * c->R * c->S,
-                   (float *)pass->filters + k * spread_floats(&pass->shape));
+    spread_filters(&pass->winograd, pass->weight + k * c->C / c->groups * c->R * c->S,
+                   (float *)pass->filters + k * spread_floats(&pass->winograd));
 }
 
 static void transform_tile(void *job, int64_t tile, float *own) {
     const struct pass *pass = job;
-    const struct winograd *w = &pass->shape;
+    const struct winograd *w = &pass->winograd;
     int64_t each = winograd_weights_tiles(w->outputs);
     winograd_weights(w, pass->filters + tile / each * w->inputs * w->outputs * w->r * w->r,
                      (float *)pass->packed + tile / each * pass->packed_group,
@@ -91,10 +91,10 @@ static void transform_tile(void *job, int64_t tile, float *own) {
 }
 
 int64_t transform_weights(struct pass *pass) {
-    const struct winograd *w = &pass->shape;
+    const struct winograd *w = &pass->winograd;
     pass->filters = pass->weight;
     if (pass->c.stride_h > 1) {
-        pass->filters = scratch(SPREAD, pass->c.K * spread_floats(w));
+        pass->filters = scratch(FILTERS, pass->c.K * spread_floats(w));
         each_tile(pass->c.K, spread_tile, pass, 0);
     }
     pass->packed_group = winograd_weights_floats(w);

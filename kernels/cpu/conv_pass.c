@@ -9,7 +9,8 @@ void lay_out(struct padded *p, enum form form, int64_t rows, int64_t columns, in
 }
 
 int64_t padded_floats(const struct padded *p, int64_t channels, int64_t group) {
-    return floats_of(p->form, channels / group * item_channels(p->form, group) * p->channel_stride);
+    const int64_t items = channels / group * item_channels(p->form, group) * p->channel_stride;
+    return parts_of(floats_of(p->form, items), LANES) * LANES; /* whole cache lines */
 }
 
 void lay_out_x(struct pass *pass, const struct winograd *w, enum form form) {
@@ -33,28 +34,6 @@ int32_t offset_of(const struct pass *pass, int64_t channel, int64_t r, int64_t s
                      (column % c->stride_w * wide + column / c->stride_w) * LANES);
 }
 
-#ifndef ODD_FIRST
-#define ODD_FIRST 1 /* a test compiles the wrong order */
-#endif
-
-void add_tap(struct taps *taps, int64_t channel, int64_t channels, int64_t of_channel,
-             int64_t per_channel, int64_t index, int64_t offset) {
-    const int64_t second = channel + 1 < channels;
-    if (taps->form == PAIRS) {
-        taps->index[2 * taps->count] = (int32_t)(channel * per_channel + index);
-        taps->index[2 * taps->count + 1] =
-            second ? (int32_t)((channel + 1) * per_channel + index) : -1;
-        taps->offset[taps->count++] = (int32_t)(channel / 2 * of_channel + offset);
-        return;
-    }
-    const int64_t last = taps->form == ROUNDED ? second : 0;
-    for (int64_t n = 0; n <= last; n++) {
-        const int64_t i = ODD_FIRST ? last - n : n;
-        taps->index[taps->count] = (int32_t)((channel + i) * per_channel + index);
-        taps->offset[taps->count++] = (int32_t)((channel + i) * of_channel + offset);
-    }
-}
-
 const float *bring_x(const struct team *team, const struct pass *pass, int64_t block) {
     const struct conv *c = &pass->c;
     const value *x = pass->x.x + block * c->C * c->H * c->W * LANES;
@@ -73,7 +52,7 @@ const float *bring_x(const struct team *team, const struct pass *pass, int64_t b
 void convolve(const struct team *team, const struct pass *pass, const struct padded *from,
               const float *in, struct finish finish, value *out) {
     const struct conv *c = &pass->c;
-    const struct winograd *w = &pass->shape;
+    const struct winograd *w = &pass->winograd;
     const int64_t outputs = (pass->backward ? c->C : c->K) / c->groups;
     const int64_t inputs = (pass->backward ? c->K : c->C) / c->groups;
     const int64_t row = w->columns * LANES, channel = w->rows * row;

@@ -7,8 +7,6 @@
 #include "products.h"
 #include "winograd.h"
 
-enum { OFFSETS, INDICES, WEIGHTS, LEAVES, PHASES, SPREAD }; /* scratch slots */
-
 /* A phase consists of the output pixels whose row and column, modulo the step of the pass, are
  * `row` and `column`. A phase is computed by a direct convolution with the filter's taps that reach
  * these pixels. A forward pass has one phase. */
@@ -28,7 +26,7 @@ struct pass {
     struct finish finish; /* applied to y */
     double *rows;         /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
     const int32_t *counts;
-    struct winograd shape; /* convolution of one group for y or dx; m_h is 0 if direct */
+    struct winograd winograd; /* convolution of one group for y or dx; m_h is 0 if direct */
     struct winograd dweight; /* weight gradient of one group; m_h is 0 if direct */
     int backward;
     int64_t step_h, step_w; /* steps between the output pixels of a phase */
@@ -39,9 +37,9 @@ struct pass {
     int64_t winograd_at;  /* offset of Winograd's scratch in the team's scratch */
     int64_t spread_at;    /* offset of the spread weight gradients in the team's scratch */
     struct padded in, out; /* layouts of x and dy in the team's scratch */
-    int64_t out_at, pairs_at; /* offsets of dy, and of its pairs of channels, in this scratch */
+    int64_t out_at, dy_for_dx_at; /* offsets of dy, and of its copy for dx, in this scratch */
     enum form over_channels; /* form of dy that dx reads */
-    struct padded pairs;  /* layout of the copy in this form, if dy has another form */
+    struct padded dy_for_dx; /* layout of the copy in this form, if dy has another form */
     int in_place;         /* whether x is read without a copy */
     value *dy_out;        /* the gradient of y, without a border; NULL: in the team's scratch */
     int64_t before, left; /* rows and columns of the border before dy */
@@ -66,22 +64,6 @@ void lay_out_x(struct pass *pass, const struct winograd *w, enum form form);
 
 /* Return the offset of a tap (channel of items, r, s) in padded x for output pixel (0, 0). */
 int32_t offset_of(const struct pass *pass, int64_t channel, int64_t r, int64_t s);
-
-/* The taps of a direct sum, in the order in which they are added: for a pair of channels, first all
- * taps of the filter. */
-struct taps {
-    enum form form;
-    int64_t count;
-    int32_t *offset, *index; /* see struct direct and pack_weights */
-};
-
-/* Add a tap of a channel, or of a pair of channels. `of_channel` is the number of items between
- * channels, and `per_channel` the number of weights between channels. */
-void add_tap(struct taps *taps, int64_t channel, int64_t channels, int64_t of_channel,
-             int64_t per_channel, int64_t index, int64_t offset);
-
-/* Return the number of channels that add_tap adds together. */
-INLINE int64_t channel_step(enum form form) { return form == FLOATS ? 1 : 2; }
 
 /* Return a block's x as the kernels read it: a padded copy in scratch, or x in place. */
 const float *bring_x(const struct team *team, const struct pass *pass, int64_t block);

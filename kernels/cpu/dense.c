@@ -72,7 +72,7 @@ static void pack_features(const float *weight, int64_t count, float *to) {
     for (; f < count; f += 2) to[f / 2] = word_of(weight[f], f + 1 < count ? weight[f + 1] : 0);
 #else
     for (; f + WIDTH <= count; f += WIDTH) store(to + f, rounded(load(weight + f)));
-    for (; f < terms_of(count); f++) to[f] = f < count ? word_of(0, weight[f]) : 0;
+    for (; f < terms_of(count); f++) to[f] = f < count ? rounded_number(weight[f]) : 0;
 #endif
 }
 

@@ -121,6 +121,8 @@ INLINE void back_features(const struct visit *v, int64_t count, struct rows next
     for (; f < count; f++) back(v, v->weight + f, v->row, f, 1, vectors, (struct copy){0});
 }
 
+enum { DY, DY_IMAGES }; /* scratch slots for the operands of round_dy */
+
 #ifdef BF16
 void pack_outputs(const struct dense *d, int64_t k, int64_t stop, int64_t f, int64_t count,
                   float *to, int64_t row) {
@@ -139,7 +141,7 @@ void pack_outputs(const struct dense *d, int64_t k, int64_t stop, int64_t f, int
         for (; i < count; i++) {
             const float high = odd ? odd[i] : 0;
             if (PER_WORD == 2) to[i] = word_of(even[i], high);
-            else to[i] = word_of(0, even[i]), to[row + i] = word_of(0, high);
+            else to[i] = rounded_number(even[i]), to[row + i] = rounded_number(high);
         }
     }
 }
@@ -170,8 +172,8 @@ void round_dy(struct dense *d, int for_dx, int for_dweight) {
 #ifdef BF16
     const struct dense from = *d, *copies[] = {&from, d};
     const int64_t rows = d->blocks * d->outputs;
-    d->dy = for_dx ? scratch(0, d->blocks * terms_of(d->outputs) * LANES) : NULL;
-    d->dy_images = for_dweight ? scratch(1, rows * TERMS_PER_PIXEL) : NULL;
+    d->dy = for_dx ? scratch(DY, d->blocks * terms_of(d->outputs) * LANES) : NULL;
+    d->dy_images = for_dweight ? scratch(DY_IMAGES, rows * TERMS_PER_PIXEL) : NULL;
     each_tile(d->blocks, round_dy_tile, copies, 0);
 #endif
 }

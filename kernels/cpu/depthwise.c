@@ -2,7 +2,6 @@
 
 #include "mpidl.h"
 
-enum { LEAVES = 3 };             /* scratch slot */
 enum { BAND_BYTES = 32 << 10 };  /* size of the copy of a band of x; a band has at least one row */
 enum { MOST_TAPS = 5 };          /* of a row of the filter */
 

@@ -61,7 +61,11 @@ typedef int32_t ivec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alia
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
+#if defined(__AVX512F__) /* also for words of value.h, which no arithmetic may change */
+INLINE vec splat(float f) { return (vec)_mm512_set1_ps(f); }
+#else
 INLINE vec splat(float f) { return f - (vec){0}; } /* f - 0 is f, even if f is -0 */
+#endif
 INLINE vec zero(void) { return (vec){0}; }
 
 /* Return a * b + c, rounded once if the machine has FMA. */

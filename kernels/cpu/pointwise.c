@@ -3,7 +3,6 @@
 #include "mpidl.h"
 #include "products.h"
 
-enum { OFFSETS, INDICES, WEIGHTS, LEAVES }; /* scratch slots */
 enum {
     BAND_BYTES = 512 << 10, /* maximum size of the copies of a band longer than SHORTEST */
     SHORTEST = 6,           /* minimum pixels of a band; a multiple of every build's widest tile */
@@ -69,9 +68,9 @@ static void prepare(struct pass *pass, int64_t outputs, int64_t output_stride, i
     int32_t *index = (int32_t *)scratch(INDICES, channels + 1);
     float *packed = scratch(WEIGHTS, outputs * taps);
     if (!offset || !index || !packed) return;
-    for (int64_t t = 0; t < taps; t++)
-        offset[t] = (int32_t)(tap_of(pass->over_channels, t, channels) * pass->channel);
-    set_indices(pass->over_channels, index, channels, channel_stride);
+    struct taps order = {.form = pass->over_channels, .offset = offset, .index = index};
+    for (int64_t c = 0; c < channels; c += channel_step(order.form))
+        add_tap(&order, c, channels, pass->channel, channel_stride, 0, 0);
     pack_weights(&(struct packing){pass->over_channels, packed, pass->job.weight, 1, 0, outputs,
                                    output_stride, taps, index});
     pass->taps = taps, pass->offset = offset, pass->packed = packed;
@@ -210,8 +209,8 @@ static void add_panel(const struct pass *pass, int64_t number, const float *dy, 
 /* Set dx of one channel to the bias, or to zero: a strided pass writes only some pixels of dx. */
 static void clear_channel(const struct pass *pass, int64_t ci, value *dx) {
     const struct conv *c = &pass->job.c;
-    const vec value = pass->job.bias ? splat(pass->job.bias[ci]) : zero();
-    for (int64_t i = 0; i < c->H * c->W * LANES; i += WIDTH) store(dx + i, value);
+    const vec bias = pass->job.bias ? splat(pass->job.bias[ci]) : zero();
+    for (int64_t i = 0; i < c->H * c->W * LANES; i += WIDTH) store(dx + i, bias);
 }
 
 static void backward_block(const struct team *team, void *argument, int64_t block) {
@@ -252,10 +251,10 @@ static void backward_block(const struct team *team, void *argument, int64_t bloc
         meet(team);
         const float *from = team->shared;
         if (dx && pass->over_channels != pass->over_images) {
-            struct padded words = {pairs, pass->over_channels, 1, count, 1, pass->channel,
-                                   pass->channel, 0};
+            struct padded for_dx = {pairs, pass->over_channels, 1, count, 1, pass->channel,
+                                    pass->channel, 0};
             from = pairs;
-            EACH_TILE(team, t, pass->taps) convert_copy(&words, t, &copy, c->K);
+            EACH_TILE(team, t, pass->taps) convert_copy(&for_dx, t, &copy, c->K);
             meet(team);
         }
         if (dx)

@@ -1,5 +1,5 @@
-/* The type of a stored activation or cotangent. Sources that include this file are compiled twice:
- * once with float, and with -DBF16 once with bfloat16, the upper 16 bits of a float. `load` and
+/* The type of a stored activation or cotangent. Sources that use this type are compiled twice: once
+ * with float, and with -DBF16 once with bfloat16, the upper 16 bits of a float. `load` and
  * `store` convert by the type of the pointer; arithmetic is in float. In the second compilation,
  * build.py renames the functions NAME of these sources to NAME_bf16: those that mpidl.h declares
  * with arguments of this type, and all that a header with this type declares.
@@ -86,8 +86,8 @@ INLINE void store_narrow(uint16_t *p, vec v) {
 #else
 #define PER_WORD 1
 #endif
-/* The terms of a sum over the images of a pixel, and whether a sum adds term t ^ 1 at position t:
- * the odd number of a pair comes first. */
+/* The number of terms of a sum over the images of a pixel. With SWAP, such a sum adds term t ^ 1 at
+ * position t, so that the odd number of a pair comes first. */
 enum { TERMS_PER_PIXEL = LANES / PER_WORD, SWAP = NARROW && PER_WORD == 1 };
 
 /* Return sum + the products of the numbers in the words a and b. */
@@ -124,13 +124,19 @@ INLINE vec words_of(vec low, vec high) {
 }
 #endif
 
-/* The same for single numbers, for weights: the bits of a number rounded to bfloat16, and a word. */
+/* The same for single numbers: the bits of a number rounded to bfloat16, this number, and a word. */
 INLINE uint32_t rounded_bits(float number) {
     uint32_t bits;
     memcpy(&bits, &number, sizeof bits);
     const uint32_t size = bits & 0x7fffffff;
     if (size > 0x7f800000) return (bits & 0xffff0000) | 0x400000; /* NaN */
     return size < 0x23800000 ? 0 : (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+}
+
+INLINE float rounded_number(float number) {
+    const uint32_t bits = rounded_bits(number);
+    memcpy(&number, &bits, sizeof number);
+    return number;
 }
 
 INLINE float word_of(float even, float odd) {

@@ -71,7 +71,7 @@ APART void gather_taps(const float *w, int64_t to, int64_t from, int64_t outputs
     }
 }
 
-/* Like gather_taps for exactly four inputs and four outputs. Reads up to 7 floats past the end. */
+/* Like gather_taps for exactly four inputs and four outputs. Reads whole vectors of each filter. */
 APART void gather_all_taps(const float *w, int64_t to, int64_t from, float (*taps)[16], int count,
                            int swap) {
     for (int f = 0; f < 16; f += WIDTH)
@@ -112,7 +112,7 @@ INLINE void weights_of_quad(const struct winograd *shape, const float *w, float 
     const int64_t to = backward ? filter : inputs * filter;
     const int64_t from = backward ? outputs * filter : filter;
     const int64_t point = u_stride(shape);
-    const float *last = w + (inputs * outputs - 1) * filter;
+    const float *end = w + inputs * outputs * filter;
     int64_t many = least(outputs - quad * QUAD, QUAD);
     w += quad * QUAD * to;
     u += quad * QUAD * items(shape);
@@ -121,7 +121,8 @@ INLINE void weights_of_quad(const struct winograd *shape, const float *w, float 
         float taps[MOST_TAPS * MOST_TAPS][16] __attribute__((aligned(64)));
         const float *tap = taps[backward ? filter - 1 : 0]; /* dx has the filter in reverse */
         const int64_t next = backward ? -16 : 16;
-        if (many == QUAD && count == 4 && w + 3 * to + 3 * from < last)
+        if (many == QUAD && count == 4 &&
+            w + 3 * to + 3 * from + parts_of(filter, WIDTH) * WIDTH <= end)
             gather_all_taps(w, to, from, taps, filter, swap);
         else
             gather_taps(w, to, from, many, count, taps, filter, swap);
@@ -172,11 +173,11 @@ struct tiles {
 };
 
 static void find_tiles(const struct winograd *shape, const struct bands *bands, int64_t first,
-                       int64_t stop, int all, struct tiles *tiles) {
+                       int64_t stop, int narrow, struct tiles *tiles) {
     const int64_t step = shape->backward ? shape->step : 1;
     const int ends = (parts_of(shape->rows, step) % shape->m_h ? OF_ROWS : 0) |
                      (parts_of(shape->columns, step) % shape->m_w ? OF_COLUMNS : 0);
-    const int beyond = all ? 0 : ends; /* pairs of channels have products in all tiles */
+    const int beyond = narrow ? 0 : ends; /* pairs of channels have products in all tiles */
     for (int kind = 0; kind < KINDS; kind++) {
         tiles[kind].count = 0;
         for (int64_t t = first; t < stop; t++) {

@@ -45,7 +45,7 @@ struct winograd {
     int64_t top, left;       /* if backward, the padding before x, or else 0 */
 };
 
-/* Whether the products are of bfloat16 numbers, for dx; those for dweight are with -DBF16. */
+/* Whether winograd_conv multiplies bfloat16 numbers. With -DBF16, winograd_dweight always does. */
 static inline int is_narrow(const struct winograd *shape) { return NARROW && shape->backward; }
 
 /* Expand SIZE(m_h, m_w, r) for each size of tiles and filters, with n = 3 to 8, and NARROW_SIZE for

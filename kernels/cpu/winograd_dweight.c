@@ -28,14 +28,11 @@ enum {
     INPUTS = REGISTERS == 32 ? 4 : 3, /* inputs of such a register tile */
     MOST = 64,                        /* maximum number of tiles in a band */
     BAND_BYTES = 512 << 10,           /* size of V and D, which hold two lines of points */
-    PER_PIXEL = NARROW ? LANES / 2 : LANES, /* vectors of outputs of a pixel of transposed dy */
+    VECTORS = NARROW ? LANES / 2 : LANES, /* vectors of outputs of a pixel of transposed dy */
 };
 
 /* The side of a tile. Larger tiles for 5x5 filters would amplify the rounding to bfloat16. */
 #define M_OF(r) (NARROW && (r) == 5 ? 2 : 4)
-
-/* The numbers of V in the memory of a float. */
-#define V_PER_FLOAT (NARROW ? PER_WORD : 1)
 
 /* How the work for a shape is divided. The division depends only on the shape, except for the width
  * of panels, which affects no sum. */
@@ -79,7 +76,7 @@ static struct plan plan_of(const struct winograd *shape, float *scratch) {
 
 int64_t winograd_dweight_floats(const struct winograd *shape) {
     struct plan p = plan_of(shape, NULL);
-    int64_t transposed = p.transposed ? p.most * p.m * p.m * p.K * PER_PIXEL : 0;
+    int64_t transposed = p.transposed ? p.most * p.m * p.m * p.K * VECTORS : 0;
     return 2 * p.n * (p.v_point + p.d_point) + p.n * p.n * p.s_point + transposed;
 }
 
@@ -142,11 +139,11 @@ static void transpose_band(const struct team *team, const struct plan *p, struct
         const int64_t o = item / m * LANES, r = item % m;
         for (int64_t t = first; t < first + tiles; t++) {
             const float *from = (const float *)(tile_of(p, dy, o, t) + r * dy.row);
-            float *to = p->T + (item / m * tiles + t - first) * m * m * PER_PIXEL * LANES;
+            float *to = p->T + (item / m * tiles + t - first) * m * m * VECTORS * LANES;
             if (NARROW) {
                 for (int c = 0; c < m; c += 2) /* 16 words hold two pixels */
-                    transpose_16(from + c * PER_PIXEL, dy.channel / 2,
-                                 to + (r * m + c) * PER_PIXEL * LANES, LANES);
+                    transpose_16(from + c * VECTORS, dy.channel / 2,
+                                 to + (r * m + c) * VECTORS * LANES, LANES);
             } else {
                 for (int c = 0; c < m; c++)
                     transpose_16(from + c * LANES, dy.channel, to + (r * m + c) * LANES,
@@ -170,23 +167,23 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
         for (int64_t t = first, next; t < first + tiles; t = next) {
             next = least(t / across * across + across, first + tiles);
             const int64_t from = input + t / across * m * x.row + t % across * m * LANES;
-            const int64_t to = i * p->channel * V_PER_FLOAT + (t - first) * LANES;
+            const int64_t to = i * p->channel * PER_WORD + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
                 input_row(x.at, from + part, x.row, next - t, p->V, to + part,
-                          p->v_point * V_PER_FLOAT, place, place, m, m, r, group, NARROW);
+                          p->v_point * PER_WORD, place, place, m, m, r, group, NARROW);
         }
     }
-    if (p->transposed) {
+    if (NARROW || p->transposed) {
         EACH_TILE(team, item, p->K / LANES * tiles) {
             const int64_t o = item / tiles * LANES, t = item % tiles;
-            const float *from = p->T + item * m * m * PER_PIXEL * LANES;
-            const int64_t panel = p->products.panel, pixel = PER_PIXEL * LANES;
+            const float *from = p->T + item * m * m * VECTORS * LANES;
+            const int64_t panel = p->products.panel, pixel = VECTORS * LANES;
             float *to = p->D + place_of(&p->products, o, t * TERMS_PER_PIXEL);
             for (int part = 0; part < LANES; part += WIDTH)
-                for (int i = 0; i < PER_PIXEL; i++) {
+                for (int i = 0; i < VECTORS; i++) {
                     if (NARROW)
                         gradient_words(from + i * LANES + part, m * pixel, pixel,
-                                       to + TERMS_PER_PIXEL / PER_PIXEL * i * panel + part, panel,
+                                       to + TERMS_PER_PIXEL / VECTORS * i * panel + part, panel,
                                        p->d_point, m, n, group);
                     else
                         gradient_tile(from + i * m * m * LANES + part, m * LANES,
@@ -342,7 +339,7 @@ INLINE void dweight_group(const struct team *team, const struct plan *p, struct 
         float *S = p->S + index * p->s_point;
         struct range inputs = inputs_at(p->shape, (int)(index / n), (int)(index % n));
         inputs.first = inputs.first / 8 * 8; /* register tiles have eight inputs */
-        if (p->transposed)
+        if (NARROW || p->transposed)
             add_products(&p->products, V, D, tiles * TERMS_PER_PIXEL, (struct range){0, p->K},
                          inputs, S, first > 0);
         else
@@ -364,7 +361,7 @@ INLINE void dweight_of(const struct team *team, const struct plan *p, struct pix
         if (GROUPS(M_OF(r) + r - 1) > 3) dweight_group(team, p, x, dy, first, tiles, r, 3);
         if (GROUPS(M_OF(r) + r - 1) > 4) dweight_group(team, p, x, dy, first, tiles, r, 4);
     }
-    if (p->transposed)
+    if (NARROW || p->transposed)
         EACH_TILE(team, tile, p->K / LANES) finish_transposed(p, tile, dweight, r);
     else
         EACH_TILE(team, tile, p->K / QUAD) finish_lanes(p, tile, dweight, r);
@@ -377,20 +374,24 @@ INLINE void dweight_of(const struct team *team, const struct plan *p, struct pix
                            struct pixels dy, float *dweight) {                                     \
         dweight_of(team, p, x, dy, dweight, r);                                                    \
     }
-SIZE(2)
 SIZE(3)
-SIZE(4)
 SIZE(5)
+#if !defined(BF16) /* there, strided convolutions are direct */
+SIZE(2)
+SIZE(4)
+#endif
 #undef SIZE
 
 void winograd_dweight(const struct team *team, const struct winograd *shape, struct pixels x,
                       struct pixels dy, float *dweight, float *scratch) {
     const struct plan plan = plan_of(shape, scratch);
     switch (shape->r) {
-    case 2: dweight_2(team, &plan, x, dy, dweight); break;
     case 3: dweight_3(team, &plan, x, dy, dweight); break;
-    case 4: dweight_4(team, &plan, x, dy, dweight); break;
     case 5: dweight_5(team, &plan, x, dy, dweight); break;
+#if !defined(BF16)
+    case 2: dweight_2(team, &plan, x, dy, dweight); break;
+    case 4: dweight_4(team, &plan, x, dy, dweight); break;
+#endif
     }
 }
 

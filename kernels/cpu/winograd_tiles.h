@@ -20,7 +20,7 @@ enum { MOST_POINTS = 8, MOST_PAIRS = 3, MOST_TAPS = 5 }; /* maximum sizes along 
 
 /* Whether 0 is a point, the number of pairs, and the positive point of pair 0, 1, ... */
 #define ZERO(n) (1 - (n) % 2)
-#define PAIRS(n) (((n)-1) / 2)
+#define PAIRS_OF(n) (((n)-1) / 2)
 #define POINT(n, pair)                                                                             \
     ((n) <= 4   ? 1                                                                                \
      : (n) == 5 ? POINT_OF_5(pair)                                                                 \
@@ -42,16 +42,16 @@ INLINE float power_of(const int n, const int pair, const int exponent) {
 
 /* The number of groups of points, the first point of a group, and the number of its points. The
  * pair of a group is group - ZERO(n). */
-#define GROUPS(n) (ZERO(n) + PAIRS(n) + 1)
+#define GROUPS(n) (ZERO(n) + PAIRS_OF(n) + 1)
 #define FIRST(n, group) ((group) == 0 ? 0 : 2 * (group)-ZERO(n))
 #define IN_GROUP(n, group) (((group) == 0 && ZERO(n)) || (group) == GROUPS(n) - 1 ? 1 : 2)
 
 /* Apply a polynomial to d[0], d[2], d[4] and so on. The roots of the polynomial are the squares of
- * the points outside `pair`, or of all points if `pair` is PAIRS(n). */
+ * the points outside `pair`, or of all points if `pair` is PAIRS_OF(n). */
 INLINE vec without(const vec *d, const int n, const int pair) {
     float root[MOST_PAIRS];
     int roots = 0;
-    UNROLL for (int i = 0; i < PAIRS(n); i++)
+    UNROLL for (int i = 0; i < PAIRS_OF(n); i++)
         if (i != pair) root[roots++] = SQUARE(n, i);
     if (roots == 0) return d[0];
     if (roots == 1) return muladd(splat(-root[0]), d[0], d[2]);
@@ -72,7 +72,7 @@ INLINE void input_group(const vec *d, vec *out, const int n, const int group) {
     } else if (n == 4) {
         out[0] = d[1] - d[3];
     } else if (IN_GROUP(n, group) == 1) { /* 0 or infinity */
-        out[0] = without(group == 0 ? d : d + ZERO(n), n, PAIRS(n));
+        out[0] = without(group == 0 ? d : d + ZERO(n), n, PAIRS_OF(n));
     } else {
         const int pair = group - ZERO(n);
         const float p = POINT(n, pair);
@@ -178,9 +178,9 @@ INLINE void input_words(const value *even, const value *odd, int64_t row, int64_
 
 /* Return the sum over pairs of x[pair] times the point's power, plus `last` if it is not NULL. */
 INLINE vec sum_of_powers(const vec *x, const vec *last, const int n, const int exponent) {
-    vec sum = splat(power_of(n, PAIRS(n) - 1, exponent)) * x[PAIRS(n) - 1];
-    if (last) sum = muladd(splat(power_of(n, PAIRS(n) - 1, exponent)), x[PAIRS(n) - 1], *last);
-    UNROLL for (int i = PAIRS(n) - 2; i >= 0; i--)
+    vec sum = splat(power_of(n, PAIRS_OF(n) - 1, exponent)) * x[PAIRS_OF(n) - 1];
+    if (last) sum = muladd(splat(power_of(n, PAIRS_OF(n) - 1, exponent)), x[PAIRS_OF(n) - 1], *last);
+    UNROLL for (int i = PAIRS_OF(n) - 2; i >= 0; i--)
         sum = muladd(splat(power_of(n, i, exponent)), x[i], sum);
     return sum;
 }
@@ -194,7 +194,7 @@ INLINE void output_line(const vec *v, vec *out, const int m, const int r) {
         return;
     }
     vec sum[MOST_PAIRS], difference[MOST_PAIRS];
-    UNROLL for (int i = 0; i < PAIRS(n); i++) {
+    UNROLL for (int i = 0; i < PAIRS_OF(n); i++) {
         const vec *pair = v + ZERO(n) + 2 * i;
         sum[i] = pair[0] + pair[1], difference[i] = pair[0] - pair[1];
         if (i > 0) out[0] += sum[i];
@@ -228,7 +228,7 @@ INLINE void gradient_line(const vec *d, vec *out, const int m, const int n) {
  * factor of -p is the negative of the factor of p, which is returned. */
 INLINE float scale_of(const int n, const int pair) {
     double product = pair < 0 ? 1 : 2 * (double)(ZERO(n) ? SQUARE(n, pair) : POINT(n, pair));
-    UNROLL for (int i = 0; i < PAIRS(n); i++)
+    UNROLL for (int i = 0; i < PAIRS_OF(n); i++)
         if (i != pair) product *= (pair < 0 ? 0 : (double)SQUARE(n, pair)) - SQUARE(n, i);
     return (float)(1 / product);
 }
@@ -250,7 +250,7 @@ INLINE void filter_line(const vec *g, vec *out, const int m, const int r) {
         return;
     }
     if (ZERO(n)) out[0] = splat(scale_of(n, -1)) * g[0];
-    UNROLL for (int i = 0; i < PAIRS(n); i++) {
+    UNROLL for (int i = 0; i < PAIRS_OF(n); i++) {
         vec even = splat(scale_of(n, i)) * every_other(g, 0, r, SQUARE(n, i));
         vec odd = splat(scale_of(n, i) * POINT(n, i)) * every_other(g, 1, r, SQUARE(n, i));
         vec *pair = out + ZERO(n) + 2 * i;
@@ -263,14 +263,14 @@ INLINE void filter_line(const vec *g, vec *out, const int m, const int r) {
 INLINE void filter_sums(const vec *v, vec *out, const int m, const int r) {
     const int n = m + r - 1;
     vec even[MOST_PAIRS], odd[MOST_PAIRS];
-    UNROLL for (int i = 0; i < PAIRS(n); i++) {
+    UNROLL for (int i = 0; i < PAIRS_OF(n); i++) {
         const vec *pair = v + ZERO(n) + 2 * i;
         vec sum = pair[0] + pair[1], difference = pair[0] - pair[1];
         even[i] = splat(scale_of(n, i)) * (ZERO(n) ? sum : difference);
         odd[i] = splat(scale_of(n, i) * POINT(n, i)) * (ZERO(n) ? difference : sum);
     }
     out[0] = even[0], out[1] = odd[0];
-    UNROLL for (int i = 1; i < PAIRS(n); i++) out[0] += even[i], out[1] += odd[i];
+    UNROLL for (int i = 1; i < PAIRS_OF(n); i++) out[0] += even[i], out[1] += odd[i];
     if (ZERO(n)) out[0] = muladd(splat(scale_of(n, -1)), v[0], out[0]);
     if (r == 2) out[1] += v[n - 1];
     UNROLL for (int j = 2; j < r; j++)
