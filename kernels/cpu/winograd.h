@@ -161,9 +161,8 @@ void winograd_conv(const struct team *team, const struct winograd *shape, struct
 
 /* Compute dweight (outputs, inputs, r, r), the block's gradient with respect to the weights of the
  * forward pass `shape`; m_h and m_w are 4, or 2 with -DBF16 and r = 5. Taps outside the original
- * filter are not defined. x is
- * padded. `dy` starts at its first pixel and is zero beyond its rows and columns up to the end of
- * the tiles (a multiple of 4). */
+ * filter are not defined. x is padded. `dy` starts at its first pixel, and is zero beyond its rows
+ * and columns up to the end of the tiles. */
 int64_t winograd_dweight_floats(const struct winograd *shape);
 void winograd_dweight(const struct team *team, const struct winograd *shape, struct pixels x,
                       struct pixels dy, float *dweight, float *scratch);

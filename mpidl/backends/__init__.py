@@ -46,8 +46,8 @@ def of_array(array: Any) -> Backend:
 def of_type(dtype: Any) -> Backend:
     """Return the backend for NumPy arrays of a dtype.
 
-    Return the CPU backend for float32 if this process can run the C kernels, else the NumPy
-    backend.
+    Return the CPU backend for float32 and bfloat16 if this process can run the C kernels, else the
+    NumPy backend.
     """
     has_kernels = dtype in (np.float32, BF16) and builds.kernels() is not None
     return _backend("cpu" if has_kernels else "reference")

@@ -25,9 +25,9 @@ from mpidl.core.values import BF16
 
 NOTHING_AFTER = None, *NO_NORM, None, None, None  # y, its activation, and a, b, c
 SAVING = 8  # minimum number of channels for Winograd's algorithm; forward passes may need more
-FEW, MANY_5X5 = 16, 32  # minimum numbers of outputs in forward passes with "auto"
-# The tiles of forward passes with "auto". For each side of the filter at stride 1: the minimum
-# number of terms of a sum of products, and a tile that is then accurate enough
+FEW, MANY_5X5 = 16, 32  # minimum numbers of outputs in forward passes in float32 with "auto"
+# The tiles of forward passes in float32 with "auto". For each side of the filter at stride 1: the
+# minimum number of terms of a sum of products, and a tile that is then accurate enough
 ACCURATE = {
     2: ((256, 22), (256, 44)),
     3: ((144, 22), (288, 24), (1152, 44)),
@@ -152,8 +152,9 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy, narr
     Filters from one channel to one channel, gradients with fewer than SAVING channels, and outputs
     smaller than a tile use direct sums. So do strided convolutions of sums with fewer than
     MANY_TERMS terms, or with more than 1 / WORTH of the products of direct sums. In these cases,
-    the transforms would cost more than they save. With "auto", forward passes with fewer than FEW
-    outputs, or MANY_5X5 outputs with 5x5 filters, use direct sums, too.
+    the transforms would cost more than they save. In float32 with "auto", forward passes with fewer
+    than FEW outputs, or MANY_5X5 outputs with 5x5 filters, use direct sums, too. In bfloat16,
+    forward passes need FEW channels, or SAVING with 5x5 filters, for either policy.
 
     References
     ----------

@@ -46,7 +46,7 @@ def as_type(x, dtype):
 
 
 def operand(x):
-    """Return the operand of a convolution: images in bfloat16 if that is the precision."""
+    """Return the operand of a layer with weights: images in bfloat16 if that is the precision."""
     return narrowed(x) if settings.precision == "bf16" and x.dtype == np.float32 else x
 
 
