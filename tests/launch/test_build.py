@@ -208,7 +208,7 @@ def sanitized(tmp_path_factory):
 
 
 @pytest.mark.slow("sanitizers")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_the_kernels_under_sanitizers(sanitized):
     """The tests of the kernels pass under sanitizers. The tests run in two concurrent processes."""
     words = ["-m", "pytest", "-q", "-x", "-p", "sanitized", "-k", "not gpu"]
