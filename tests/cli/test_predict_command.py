@@ -147,8 +147,8 @@ def test_the_precision_is_printed_if_it_is_not_fp32(images, tmp_path, capsys, mo
                 predict.main([*map(str, words), "--precision", precision, "--device", "cpu"]) == 0
             )
             assert settings.precision == precision
-            found = re.findall("^Precision: (.*)$", capsys.readouterr().err, re.M)
-            lines[trained_in, precision] = found
+            printed = re.findall("^Precision: (.*)$", capsys.readouterr().err, re.M)
+            lines[trained_in, precision] = printed
     assert lines == {
         ("fp32", "fp32"): [],
         ("fp32", "bf16"): ["bf16"],

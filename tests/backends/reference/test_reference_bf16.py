@@ -164,8 +164,8 @@ def test_the_reference_accepts_ranks_without_images(label):
     cases = [c for c in CASES if c.in_bf16 and c.label == f"{label}, bf16"]
     assert cases
     for case in cases:
-        whole, shared = (results(case, REFERENCE, 2, runs) for runs in (None, ((0, 2), (2, 2))))
-        assert bytes_of(whole) == bytes_of(shared), str(case)
+        alone, shared = (results(case, REFERENCE, 2, runs) for runs in (None, ((0, 2), (2, 2))))
+        assert bytes_of(alone) == bytes_of(shared), str(case)
 
 
 def test_as_type_converts_many_blocks():

@@ -77,8 +77,8 @@ def gradients(world, layers, convert=lambda net: net):
 @pytest.mark.parametrize("layers", NETWORKS.values(), ids=NETWORKS)
 def test_layers_may_read_float32_and_bfloat16_values(world, layers, monkeypatch):
     monkeypatch.setattr(settings, "precision", "bf16")
-    found = gradients(world, layers)
+    rounded = gradients(world, layers)
     monkeypatch.setattr(settings, "precision", "fp32")
     exact = gradients(world, layers, in_float64)
-    errors = [np.linalg.norm(found[name] - exact[name]) for name in exact]
+    errors = [np.linalg.norm(rounded[name] - exact[name]) for name in exact]
     assert np.linalg.norm(errors) < 0.03 * np.linalg.norm([*map(np.linalg.norm, exact.values())])
