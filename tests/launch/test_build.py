@@ -56,6 +56,7 @@ def test_an_old_compiler_builds_without_bfloat16_instructions(tmp_path):
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 @pytest.mark.slow("compilers")
+@pytest.mark.timeout(300)  # it compiles all builds
 def test_no_warnings(compiled, compiler):
     assert compiled(compiler)[1] == {}
 
