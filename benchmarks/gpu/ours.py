@@ -155,7 +155,7 @@ def operations(launch) -> int:
     backward-weights passes. For other kernels, the result is 0.
     """
     pairs = zip(launch.parameters, launch.arguments, strict=True)
-    numbers = {p.name: value for p, value in pairs if p.element is None}
+    numbers = {p.name: value for p, value in pairs if p.elements is None}
     per_image = [a for a in _arrays(launch) if a.ndim > 2 and a.shape[-1] == 16]
     if not per_image:
         return 0

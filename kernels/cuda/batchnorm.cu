@@ -9,17 +9,6 @@ constexpr int THREADS = 256;
 // The number of rows that are loaded and summed at once, for parallel loads and short sums.
 constexpr int TOGETHER = 8;
 
-template <int VEC> struct alignas(4 * VEC) Floats {
-  float at[VEC];
-};
-
-template <int VEC> __device__ __forceinline__ Floats<VEC> load(const float* x) {
-  return *reinterpret_cast<const Floats<VEC>*>(x);
-}
-template <int VEC> __device__ __forceinline__ void store(float* x, Floats<VEC> v) {
-  *reinterpret_cast<Floats<VEC>*>(x) = v;
-}
-
 // Loads part of a vector (C,), which need not be aligned to 16 bytes.
 template <int VEC> __device__ __forceinline__ Floats<VEC> each(const float* vector, int channel) {
   Floats<VEC> v;

@@ -52,8 +52,66 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const u32 (&a)[4], const
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// c (16 x 8) += a (16 x 16) b (16 x 8) of bfloat16 numbers, two in a word.
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Like ldsm4, for matrices of 8 x 8 elements of 2 bytes, which are transposed.
+__device__ __forceinline__ void ldsm4_turned(u32& a, u32& b, u32& c, u32& d, const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(shared_address(row)) : "memory");
+}
+
 #endif
 #endif
+
+// A stored activation or its cotangent: a float or, if BF16 is defined, a bfloat16 number.
+// Arithmetic is in float: `get` widens a number, and `put` rounds it to the nearest, or of two
+// equally near ones to the even one.
+#ifdef BF16
+typedef unsigned short value;
+__device__ __forceinline__ float get(value v) { return __uint_as_float((u32)v << 16); }
+__device__ __forceinline__ value put(float f) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    value v;
+    asm("cvt.rn.bf16.f32 %0, %1;\n" : "=h"(v) : "f"(f));
+    return v;
+#else
+    const u32 bits = __float_as_uint(f);
+    return f != f ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+#endif
+}
+#else
+typedef float value;
+__device__ __forceinline__ float get(value v) { return v; }
+__device__ __forceinline__ value put(float f) { return f; }
+#endif
+
+// N neighbouring numbers: as floats, and in memory, where `load` and `store` move them at once.
+template <int N> struct Floats {
+    float at[N];
+};
+template <int N> struct alignas(N * sizeof(value)) Stored {
+    value at[N];
+};
+
+template <int N> __device__ __forceinline__ Floats<N> load(const value* x) {
+    const Stored<N> stored = *reinterpret_cast<const Stored<N>*>(x);
+    Floats<N> v;
+#pragma unroll
+    for (int k = 0; k < N; ++k) v.at[k] = get(stored.at[k]);
+    return v;
+}
+template <int N> __device__ __forceinline__ void store(value* x, Floats<N> v) {
+    Stored<N> stored;
+#pragma unroll
+    for (int k = 0; k < N; ++k) stored.at[k] = put(v.at[k]);
+    *reinterpret_cast<Stored<N>*>(x) = stored;
+}
 
 // Loops over the indices below `count`; neighbouring threads of the grid get neighbouring indices.
 #define EACH_INDEX(i, count)                                                                       \
@@ -63,31 +121,27 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const u32 (&a)[4], const
 
 // Computes y[i] = f(x[i]) or dx[i] = f(dy[i], y[i]) for n numbers, a multiple of 4. A thread
 // processes four numbers at a time.
-struct alignas(16) Four {
-    float of[4];
-};
-
 template <class F>
-__device__ __forceinline__ void each_four(const float* x, float* y, long long n, F f) {
+__device__ __forceinline__ void each_four(const value* x, value* y, long long n, F f) {
     const long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; 4 * i < n; i += step) {
-        Four v = reinterpret_cast<const Four*>(x)[i];
+        Floats<4> v = load<4>(x + 4 * i);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) v.of[k] = f(v.of[k]);
-        reinterpret_cast<Four*>(y)[i] = v;
+        for (int k = 0; k < 4; ++k) v.at[k] = f(v.at[k]);
+        store<4>(y + 4 * i, v);
     }
 }
 
 template <class F>
-__device__ __forceinline__ void each_four(const float* dy, const float* y, float* dx,
+__device__ __forceinline__ void each_four(const value* dy, const value* y, value* dx,
                                           long long n, F f) {
     const long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; 4 * i < n; i += step) {
-        Four g = reinterpret_cast<const Four*>(dy)[i];
-        const Four v = reinterpret_cast<const Four*>(y)[i];
+        Floats<4> g = load<4>(dy + 4 * i);
+        const Floats<4> v = load<4>(y + 4 * i);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) g.of[k] = f(g.of[k], v.of[k]);
-        reinterpret_cast<Four*>(dx)[i] = g;
+        for (int k = 0; k < 4; ++k) g.at[k] = f(g.at[k], v.at[k]);
+        store<4>(dx + 4 * i, g);
     }
 }
 

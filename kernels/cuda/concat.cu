@@ -16,21 +16,21 @@ __device__ __forceinline__ void move(T* part, T* whole, long long rows, int word
 }
 
 template <bool SPLIT>
-__device__ __forceinline__ void move_floats(float* part, float* whole, long long rows, int words,
+__device__ __forceinline__ void move_values(value* part, value* whole, long long rows, int words,
                                             int pitch, int first) {
     if (words % 4 == 0 && pitch % 4 == 0 && first % 4 == 0)
-        move<SPLIT>(reinterpret_cast<Four*>(part), reinterpret_cast<Four*>(whole), rows, words / 4,
-                    pitch / 4, first / 4);
+        move<SPLIT>(reinterpret_cast<Stored<4>*>(part), reinterpret_cast<Stored<4>*>(whole), rows,
+                    words / 4, pitch / 4, first / 4);
     else
         move<SPLIT>(part, whole, rows, words, pitch, first);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-concat(float* part, float* whole, long long rows, int words, int pitch, int first) {
-    move_floats<false>(part, whole, rows, words, pitch, first);
+concat(value* part, value* whole, long long rows, int words, int pitch, int first) {
+    move_values<false>(part, whole, rows, words, pitch, first);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-split(float* part, float* whole, long long rows, int words, int pitch, int first) {
-    move_floats<true>(part, whole, rows, words, pitch, first);
+split(value* part, value* whole, long long rows, int words, int pitch, int first) {
+    move_values<true>(part, whole, rows, words, pitch, first);
 }

@@ -14,11 +14,12 @@ __device__ __forceinline__ void pad(const T* x, T* y, T outside, int C, int H, i
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-pad2d(const float* __restrict__ x, float* __restrict__ y, float value, int C, int H, int W, int P,
+pad2d(const value* __restrict__ x, value* __restrict__ y, float border, int C, int H, int W, int P,
       int Q, int top, int left, long long images) {
+    const value outside = put(border);
     if (C % 4 == 0)
-        pad(reinterpret_cast<const Four*>(x), reinterpret_cast<Four*>(y),
-            Four{{value, value, value, value}}, C / 4, H, W, P, Q, top, left, images);
+        pad(reinterpret_cast<const Stored<4>*>(x), reinterpret_cast<Stored<4>*>(y),
+            Stored<4>{{outside, outside, outside, outside}}, C / 4, H, W, P, Q, top, left, images);
     else
-        pad(x, y, value, C, H, W, P, Q, top, left, images);
+        pad(x, y, outside, C, H, W, P, Q, top, left, images);
 }

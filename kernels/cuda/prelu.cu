@@ -3,36 +3,36 @@
 // Computes out[i] = x[i] > 0 ? v[i] : v[i] * slope of the channel. v is dy in the backward pass,
 // and x in the forward pass. Channels are adjacent in memory. `slopes` is the number of channels,
 // or 1.
-__device__ __forceinline__ void scaled_below_0(const float* v, const float* x, float* out,
+__device__ __forceinline__ void scaled_below_0(const value* v, const value* x, value* out,
                                                const float* slope, int slopes, long long n) {
     const long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; 4 * i < n; i += step) {
-        Four values = reinterpret_cast<const Four*>(v)[i];
-        const Four inputs = reinterpret_cast<const Four*>(x)[i];
+        Floats<4> numbers = load<4>(v + 4 * i);
+        const Floats<4> inputs = load<4>(x + 4 * i);
         int channel = (int)(4 * i % slopes);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            values.of[k] = inputs.of[k] > 0.f ? values.of[k] : values.of[k] * slope[channel];
+            numbers.at[k] = inputs.at[k] > 0.f ? numbers.at[k] : numbers.at[k] * slope[channel];
             channel = channel + 1 == slopes ? 0 : channel + 1;
         }
-        reinterpret_cast<Four*>(out)[i] = values;
+        store<4>(out + 4 * i, numbers);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-prelu(const float* __restrict__ x, float* __restrict__ y, const float* __restrict__ slope,
+prelu(const value* __restrict__ x, value* __restrict__ y, const float* __restrict__ slope,
       int slopes, long long n) {
     scaled_below_0(x, x, y, slope, slopes, n);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-prelu_dx(const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ dx,
+prelu_dx(const value* __restrict__ dy, const value* __restrict__ x, value* __restrict__ dx,
          const float* __restrict__ slope, int slopes, long long n) {
     scaled_below_0(dy, x, dx, slope, slopes, n);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-prelu_products(const float* __restrict__ dy, const float* __restrict__ x,
-               float* __restrict__ products, long long n) {
+prelu_products(const value* __restrict__ dy, const value* __restrict__ x,
+               value* __restrict__ products, long long n) {
     each_four(dy, x, products, n, [](float g, float v) { return v > 0.f ? 0.f : g * v; });
 }

@@ -205,7 +205,7 @@ class EmulatedDevice:
             raise RuntimeError(f"{handle.name}: {shared} bytes of shared memory of {self.shared}")
         values = launch.values()
         for value, parameter in zip(values, launch.parameters, strict=True):
-            if parameter.element is not None and value.value:
+            if parameter.elements is not None and value.value:
                 self._check(value.value, f"{handle.name}: {parameter.name}")
         self._do(self._run, handle, grid, block, shared, values)
 

@@ -444,6 +444,61 @@ static inline void mma_tf32(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2])
     });
 }
 
+static inline double bf16(u32 bits) {
+    float f;
+    bits <<= 16;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+// Like mma_tf32, for m16n8k16 and bfloat16.
+static inline void mma_bf16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    const shim::In in{a, b};
+    shim::meet(4, &in, c, [](shim::Warp& w) {
+        typedef double Row __attribute__((vector_size(64)));
+        double A[16][16];
+        Row B[16], C[16];
+        for (int l = 0; l < 32; ++l) {
+            const u32 *x = (const u32*)((const shim::In*)w.in[l])->a;
+            const u32 *y = (const u32*)((const shim::In*)w.in[l])->b;
+            const float* z = (const float*)w.out[l];
+            const int g = l >> 2, t = l & 3;
+            for (int i = 0; i < 4; ++i)
+                for (int e = 0; e < 2; ++e)
+                    A[g + i % 2 * 8][2 * t + e + i / 2 * 8] = bf16(x[i] >> 16 * e & 0xffff);
+            for (int i = 0; i < 2; ++i)
+                for (int e = 0; e < 2; ++e)
+                    B[2 * t + e + 8 * i][g] = bf16(y[i] >> 16 * e & 0xffff);
+            C[g][2 * t] = z[0], C[g][2 * t + 1] = z[1];
+            C[g + 8][2 * t] = z[2], C[g + 8][2 * t + 1] = z[3];
+        }
+        for (int r = 0; r < 16; ++r)
+            for (int k = 0; k < 16; ++k) C[r] += A[r][k] * B[k];
+        for (int l = 0; l < 32; ++l) {
+            float* z = (float*)w.out[l];
+            const int g = l >> 2, t = l & 3;
+            z[0] = shim::rounded(C[g][2 * t]), z[1] = shim::rounded(C[g][2 * t + 1]);
+            z[2] = shim::rounded(C[g + 8][2 * t]), z[3] = shim::rounded(C[g + 8][2 * t + 1]);
+        }
+    });
+}
+
+static inline void ldsm4_turned(u32& a, u32& b, u32& c, u32& d, const void* row) {
+    if ((uintptr_t)row & 15) shim::fail("ldmatrix: a row is not aligned to 16 bytes");
+    u32 out[4];
+    shim::meet(5, row, out, [](shim::Warp& w) {
+        for (int l = 0; l < 32; ++l)
+            for (int m = 0; m < 4; ++m) {
+                u32 word = 0;
+                for (int e = 0; e < 2; ++e)
+                    word |= (u32)((const uint16_t*)w.in[m * 8 + 2 * (l & 3) + e])[l >> 2]
+                            << 16 * e;
+                ((u32*)w.out[l])[m] = word;
+            }
+    });
+    a = out[0], b = out[1], c = out[2], d = out[3];
+}
+
 template <class To, class From> static inline To shim_bits(From from) {
     To to;
     static_assert(sizeof to == sizeof from, "");

@@ -15,6 +15,7 @@ import numpy as np
 from mpidl import phases
 from mpidl.backends import declarations
 from mpidl.backends.cpu import builds
+from mpidl.core.values import BF16
 
 NUMBERS = {
     "int": ctypes.c_int,
@@ -29,6 +30,8 @@ ELEMENTS = {
     "long long": "i8",
     "unsigned char": "u1",
 }
+# The types of arrays of `value` (common.cuh): for bfloat16, a unit is compiled with BF16 defined.
+VALUES = np.dtype("f4"), BF16
 NEEDS = {"conv_dweight": 80, "conv_gemm": 80}  # {family: oldest GPU architecture that can run it}
 
 
@@ -45,10 +48,10 @@ class Unit(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """A parameter of a kernel: an array of type `element`, or a number of type `ctype`."""
+    """A parameter of a kernel: an array of a type in `elements`, or a number of type `ctype`."""
 
     name: str
-    element: Any = None  # a NumPy dtype
+    elements: Any = None  # NumPy dtypes
     ctype: Any = None
 
 
@@ -68,7 +71,7 @@ class Launch(NamedTuple):
         """Return the arguments as ctypes values; all addresses must be known."""
         values = []
         for value, parameter in zip(self.arguments, self.parameters, strict=True):
-            if parameter.element is None:
+            if parameter.elements is None:
                 values.append(parameter.ctype(value))
             else:
                 values.append(ctypes.c_void_p(0 if value is None else value.address))
@@ -111,7 +114,9 @@ def signatures(text):
 
 def _argument(parameter):
     if parameter.is_pointer:
-        return Argument(parameter.name, element=np.dtype(ELEMENTS[parameter.type]))
+        if parameter.type == "value":
+            return Argument(parameter.name, VALUES)
+        return Argument(parameter.name, (np.dtype(ELEMENTS[parameter.type]),))
     return Argument(parameter.name, ctype=NUMBERS[parameter.type])
 
 
@@ -137,18 +142,24 @@ def make(name, grid, block, arguments, shared=0, defines=None):
     family, parameters = _index()[name]
     if len(arguments) != len(parameters):
         raise TypeError(f"{name}: expected {len(parameters)} arguments, got {len(arguments)}")
+    values = VALUES  # the type of the arrays of `value`, once one is known
     for value, parameter in zip(arguments, parameters, strict=True):
-        if parameter.element is not None:
+        if parameter.elements is not None:
             dtype = None if value is None else getattr(value, "dtype", type(value).__name__)
-            if dtype is not None and dtype != parameter.element:
+            elements = values if parameter.elements is VALUES else parameter.elements
+            if dtype is not None and dtype not in elements:
                 raise TypeError(
-                    f"{name}: expected {parameter.name} of type {parameter.element}, got {dtype}"
+                    f"{name}: expected {parameter.name} of type "
+                    f"{' or '.join(map(str, elements))}, got {dtype}"
                 )
+            if elements is values and dtype is not None:
+                values = (dtype,)
         elif not isinstance(value, (int, float, np.number)):
             raise TypeError(
                 f"{name}: expected a number as {parameter.name}, got {type(value).__name__}"
             )
-    unit = Unit(family, tuple(sorted((defines or {}).items())))
+    defines = {**(defines or {}), **({"BF16": 1} if values == (BF16,) else {})}
+    unit = Unit(family, tuple(sorted(defines.items())))
     sizes = _three(grid), _three(block), shared
     return Launch(unit, name, *sizes, tuple(arguments), parameters, phases.place())
 

@@ -85,7 +85,7 @@ def launchKernel(function, gx, gy, gz, bx, by, bz, shared, stream, places, extra
     for place, parameter in zip(table, function.parameters, strict=True):
         kind = parameter.ctype or ctypes.c_void_p
         value = kind(kind.from_address(place).value)
-        if parameter.element is not None and value.value:
+        if parameter.elements is not None and value.value:
             is_there = any(
                 runtime.contains(memory, value.value)
                 for memory in (runtime._device_memory, runtime._host_memory)
