@@ -1,11 +1,10 @@
 """List the units that a GPU may compile: the units that networks load, and all other families."""
 
 import re
-from collections import defaultdict
 
 import numpy as np
-from emulator import EmulatedDevice
 
+from benchmarks.gpu.compiling import Addresses, Collector
 from mpidl.backends import settings
 from mpidl.backends.gpu import activation, array, conv, kernels, launching, optimizer, pool
 from mpidl.backends.reference.activation import FUNCTIONS
@@ -37,34 +36,10 @@ ODD = [
 ]
 
 
-class Collector(EmulatedDevice):
-    """A device that computes nothing. It collects the loaded units, in order."""
-
-    specialize = True
-
-    def __init__(self, architecture):
-        super().__init__(architecture=architecture, processors=PROCESSORS[architecture])
-        self.units, self._next = {}, 1 << 20
-
-    def allocate(self, nbytes):
-        address, self._next = self._next, self._next + -(-nbytes // 256) * 256
-        return launching.Block(address, nbytes)
-
-    def load(self, unit):
-        self.units[unit] = True
-        return defaultdict(str)
-
-    def launch(self, handle, launch):
-        pass
-
-    def upload(self, address, value):
-        pass
-
-
 def units(architecture):
     """Return the Units that a GPU of this architecture, such as "sm_80", may compile."""
     number = int(architecture[3:])
-    device = Collector(architecture)
+    device = Collector(Addresses(architecture, PROCESSORS[architecture]))
     precision = settings.precision
     try:
         launching.open(device)
