@@ -166,7 +166,7 @@ __device__ __forceinline__ void leaf_moments(const float* x, double* leaves, int
 }
 
 // leaves (leaves, 1 + 2C): each leaf is (count, mean, M2) over the valid images of `images`.
-extern "C" __global__ void __launch_bounds__(256, 3)  // with more blocks, registers would spill
+extern "C" __global__ void __launch_bounds__(256)
 moments(const float* __restrict__ x, const int* __restrict__ valid, double* __restrict__ leaves,
         int images, int pixels, int channels, int tile) {
   const long long before = (long long)blockIdx.x * images;
