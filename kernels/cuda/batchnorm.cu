@@ -347,50 +347,16 @@ relu_dx(const float* __restrict__ dy, const float* __restrict__ y, float* __rest
   }
 }
 
-// Computes the statistics from the folded moments [count, mean, M2], with one thread per channel.
-// All results are finite even if there are no images.
-extern "C" __global__ void __launch_bounds__(128)
-statistics(const double* __restrict__ folded, const float* __restrict__ gamma, double epsilon,
-           double* __restrict__ count, double* __restrict__ mean, double* __restrict__ rstd,
-           double* __restrict__ variance, float* __restrict__ shift, float* __restrict__ scale,
-           int channels) {
-  const int c = blockIdx.x * blockDim.x + threadIdx.x;
-  if (c >= channels) return;
-  const double images = fmax(folded[0], 1.0), about = folded[1 + c];
-  const double spread = folded[1 + channels + c] / images, r = 1.0 / sqrt(spread + epsilon);
-  if (c == 0) count[0] = images;
-  mean[c] = about;
-  rstd[c] = r;
-  variance[c] = spread;
-  shift[c] = (float)about;
-  scale[c] = (float)(gamma[c] * r);
-}
-
-// Computes the factors of dx, dgamma and dbeta from the folded [sum of dy, sum of dy * (x - mean)].
-extern "C" __global__ void __launch_bounds__(128)
-batchnorm_factors(const double* __restrict__ sums, const float* __restrict__ gamma,
-                  const double* __restrict__ count, const double* __restrict__ rstd,
-                  float* __restrict__ a, float* __restrict__ b, float* __restrict__ c,
-                  float* __restrict__ dgamma, float* __restrict__ dbeta, int channels) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= channels) return;
-  const double sum = sums[i], product = sums[channels + i], r = rstd[i], factor = gamma[i] * r;
-  a[i] = (float)factor;
-  b[i] = (float)(-factor * r * r * product / count[0]);
-  c[i] = (float)(-factor * sum / count[0]);
-  dgamma[i] = (float)(product * r);
-  dbeta[i] = (float)sum;
-}
-
 // new = old + decay * (value - old). Row blockIdx.y of `table` has the addresses of old (float32),
-// value (float64) and new (float32), and their length.
+// value (float64) and new (float32), their length, and the bits of decay.
 extern "C" __global__ void __launch_bounds__(128)
-running(const long long* __restrict__ table, double decay) {
-  const long long* row = table + 4 * blockIdx.y;
+running(const long long* __restrict__ table) {
+  const long long* row = table + 5 * blockIdx.y;
   const float* olds = reinterpret_cast<const float*>(row[0]);
   const double* values = reinterpret_cast<const double*>(row[1]);
   float* news = reinterpret_cast<float*>(row[2]);
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < row[3]; i += gridDim.x * blockDim.x) {
+  const double decay = __longlong_as_double(row[4]);
+  EACH_INDEX(i, row[3]) {
     const double old = olds[i];
     news[i] = (float)(old + decay * (values[i] - old));
   }

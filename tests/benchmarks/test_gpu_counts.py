@@ -94,8 +94,8 @@ def test_bytes_of_arrays(device):
     assert launches.bytes_of(made("add_float", x, y, y, 1000)) == (8000, 4000)  # y in place
     assert launches.bytes_of(made("add_float", x, x, y, 1000)) == (4000, 4000)
     vectors = [array.empty((6,)), array.empty((6,), "f8"), array.empty((6,))]
-    table = launching.table([[*vectors, 6], [*vectors, 6]])
-    assert launches.bytes_of(made("running", table, 0.5)) == (2 * (24 + 48), 2 * 24)
+    table = launching.table([[*vectors, 6, 0], [*vectors, 6, 0]])
+    assert launches.bytes_of(made("running", table)) == (2 * (24 + 48), 2 * 24)
 
 
 def test_a_gather_counts_the_images_that_it_gathers(device):

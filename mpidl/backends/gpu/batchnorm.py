@@ -5,9 +5,10 @@ Statistics stay on the device. Vectors are (C,) float32 Arrays unless stated oth
 
 import math
 
+import numpy as np
+
 from mpidl.backends.deferred import NormalizedInput
-from mpidl.backends.gpu import array, launching
-from mpidl.backends.gpu.fold import partial_of_leaves
+from mpidl.backends.gpu import array, fold, launching
 from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.fold import add, merge_moments
 
@@ -89,7 +90,7 @@ def _leaves(name, x, width, dtype, tree, *arguments, combine=add):
     leaves = launching.empty((images // per_leaf, width), dtype)
     grid = (images // per_leaf, tiles)
     launching.launch(name, grid, THREADS, *arguments, leaves, per_leaf, pixels, channels, tile)
-    return partial_of_leaves(leaves, tree, LANES // per_leaf, combine)
+    return fold.partial_of_leaves(leaves, tree, LANES // per_leaf, combine)
 
 
 def channel_sums(x, tree):
@@ -177,37 +178,39 @@ def _vectors(channels, *kinds):
 
 def statistics(moments, gamma, epsilon):
     # count (1,), mean, rstd and variance are float64; shift and scale are float32
-    channels = gamma.size
-    count, vectors = launching.empty((1,), "f8"), _vectors(channels, "f8", "f8", "f8", "f4", "f4")
-    launching.launch(
-        "statistics", -(-channels // 128), 128, moments, gamma, epsilon, count, *vectors, channels
-    )
+    count, vectors = launching.empty((1,), "f8"), _vectors(gamma.size, *"f8 f8 f8 f4 f4".split())
+    _of_fold("statistics", moments, merge_moments, gamma, epsilon, count, *vectors)
     return (count, *vectors)
 
 
 def batchnorm_factors(sums, gamma, statistics):
     # the kernel computes in float64 and writes float32
-    channels, (count, _, rstd, *_) = gamma.size, statistics
-    vectors = _vectors(channels, *5 * ("f4",))
-    launching.launch(
-        "batchnorm_factors", -(-channels // 128), 128, sums, gamma, count, rstd, *vectors, channels
-    )
+    count, _, rstd, *_ = statistics
+    vectors = _vectors(gamma.size, *5 * ("f4",))
+    _of_fold("batchnorm_factors", sums, add, gamma, count, rstd, *vectors)
     return tuple(vectors)
+
+
+def _of_fold(name, root, combine, gamma, *arguments):
+    """Launch a kernel that computes vectors of channels from a sum, and its fold if that waits."""
+    leaves, count, root = fold.leaves_of(root, combine)
+    channels, (columns, _) = gamma.size, fold.spread(gamma.size, count, "moments")
+    grid, threads = -(-channels // columns), fold.threads_of(count, columns)
+    numbers = count, channels, columns
+    launching.launch(name, grid, threads, leaves, root, gamma, *arguments, *numbers)
 
 
 def running(olds, values, decay):
     # olds are (C,) float32, values are (C,) float64
-    for old, value in zip(olds, values, strict=True):
+    news = [array.empty_like(old) for old in olds]
+    bits = int(np.float64(decay).view(np.int64))
+    for old, value, new in zip(olds, values, news, strict=True):
         if (old.dtype, value.dtype, old.size) != ("f4", "f8", value.size):
             raise TypeError(
                 f"expected float32 and float64 arrays of equal size, got {old} and {value}"
             )
-    news = [array.empty_like(old) for old in olds]
-    table = launching.table(
-        [[*three, three[0].size] for three in zip(olds, values, news, strict=True)]
-    )
-    blocks = -(-max(old.size for old in olds) // 128)
-    launching.launch("running", (blocks, len(olds)), 128, table, decay)
+        row, blocks = [old, value, new, old.size, bits], -(-old.size // 128)
+        launching.later("running", row, [new], blocks, 128)
     return news
 
 

@@ -178,8 +178,8 @@ class Array(DeviceArray):
 class Table:
     """A table of addresses and integers in device memory, for kernels that process many arrays.
 
-    `rows` is a list of equally long lists of Arrays and integers. `array` is an int64 Array (rows,
-    columns) that contains the integers and the addresses of the Arrays.
+    `rows` is a list of equally long lists of Arrays, integers and None, whose address is 0. `array`
+    is an int64 Array (rows, columns) that contains the integers and the addresses of the Arrays.
     """
 
     dtype = np.dtype("i8")
@@ -199,7 +199,10 @@ class Table:
     def filled(self):
         """Return the table as a NumPy array of int64; all addresses must be known."""
         return np.array(
-            [[v.address if isinstance(v, Array) else int(v) for v in row] for row in self.rows],
+            [
+                [v.address if isinstance(v, Array) else int(v or 0) for v in row]
+                for row in self.rows
+            ],
             np.int64,
         )
 
@@ -207,14 +210,14 @@ class Table:
 class Rows:
     """Rows of a kernel's table, which one launch processes: blocks with blockIdx.y = i take row i.
 
-    The table is the kernel's only argument. `add` adds a row of Arrays and integers that keeps
-    `blocks` blocks of `block` threads busy. A launch has equally many blocks for each row, and not
-    always that many, so the kernel divides a row's work by gridDim.x.
+    The table is the kernel's only argument. A launch has equally many blocks for each row, at most
+    as many as the row that can use most, so the kernel divides a row's work by gridDim.x.
+    `results` has the Arrays that each row writes.
     """
 
     def __init__(self, name, block, defines=None):
         self.name, self.block, self.defines = name, block, defines or {}
-        self.rows, self.blocks = [], 0
+        self.rows, self.results, self.blocks = [], [], 0
 
     @property
     def key(self):
@@ -224,9 +227,12 @@ class Rows:
     def arrays(self):
         return [value for row in self.rows for value in row if isinstance(value, Array)]
 
-    def add(self, row, blocks):
-        self.rows.append(row)
+    def add(self, rows, results, blocks):
+        """Add rows that can use up to `blocks` blocks each."""
+        self.rows += rows
+        self.results += results
         self.blocks = max(self.blocks, blocks)
+        return self
 
     def made(self):
         """Return the Launch of all rows."""
@@ -262,6 +268,12 @@ class Eager:
 
     def before_step(self, rows):
         rows.launch()
+
+    def later(self, rows):
+        rows.launch()
+
+    def take(self, name, result):
+        return None  # no row waits
 
     def scalar(self, name, value, dtype):
         return self._uploaded(np.atleast_1d(np.asarray(value, dtype)))
@@ -363,9 +375,26 @@ def before_step(name, row, blocks, block, defines=None):
     yet. If the step has computed a source, the row is launched at once. A step must not write to a
     source that lies outside its memory, except by `Recorder.store`.
     """
-    rows = Rows(name, block, defines)
-    rows.add(row, blocks)
-    process.sink.before_step(rows)
+    process.sink.before_step(Rows(name, block, defines).add([row], [()], blocks))
+
+
+def later(name, row, results, blocks, block):
+    """Launch a kernel for a row of its table, in a recorded step as late as possible.
+
+    All rows of a kernel that wait go out in one launch (see `Rows`), as soon as the step uses one
+    of their results or overwrites one of their sources, or at its end. `results` are the Arrays of
+    the row that the kernel writes.
+    """
+    if blocks:
+        process.sink.later(Rows(name, block).add([row], [results], blocks))
+
+
+def take(name, result):
+    """Return the waiting row of a kernel that computes only `result`, or None; drop the row.
+
+    The caller must then compute the result by itself.
+    """
+    return process.sink.take(name, result)
 
 
 def scalar(name, value, dtype=np.float32):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cases import CHANNELS
 from conformance import arguments, share
+from support.recorded import recorded
 from test_conformance import BY_NAME
 
 from mpidl.backends import REFERENCE as reference
@@ -134,8 +135,19 @@ def test_statistics_without_images_are_finite(device):
 
 
 def test_all_running_statistics_are_updated_in_one_launch(device):
-    olds = [array.plain(drawn(i, size)) for i, size in enumerate((3, 3, 200, 1))]
-    batchnorm.running(olds, [array.plain(np.ones(old.size)) for old in olds], 0.1)
-    assert device.launched == ["running"]
+    """The averages of all layers, whose decay may differ."""
+    olds = [array.plain(drawn(i, size)) for i, size in enumerate((3, 3, 200, 200, 1, 1))]
+    ones = [array.plain(np.ones(old.size)) for old in olds]
+
+    def step():
+        layers = (0, 0.1), (2, 0.25), (4, 1.0)
+        news = [batchnorm.running(olds[i : i + 2], ones[i : i + 2], x) for i, x in layers]
+        return [new for pair in news for new in pair]
+
+    news, names = recorded(device, step)
+    assert names == ["program_begin", "running", "program_end"]
+    for old, new, decay in zip(olds, news, np.repeat([0.1, 0.25, 1.0], 2), strict=True):
+        exact = old.numpy() + decay * (1 - old.numpy().astype("f8"))
+        np.testing.assert_array_equal(new, exact.astype("f4"))
     with pytest.raises(TypeError, match="expected float32 and float64 arrays of equal size"):
         batchnorm.running([launching.empty((3,))], [launching.empty((3,))], 0.1)
