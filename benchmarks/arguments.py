@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from benchmarks.gpu import floors
 from mpidl.backends import PRECISIONS
 from mpidl.cli.parser import Parser, rank_counts
 from mpidl.errors import UserError
@@ -383,6 +384,19 @@ def _add_gpu(parser, command):
     _add_settings(parser, "digits:128,digits:1024,cifar:256,cifar:1024")
     text = "total time limit; compiled variants run last (900)"
     parser.number("--limit", text, metavar="SECONDS", default=900)
+    text = "count the launches, bytes and products of a training step, without a GPU"
+    setting = functools.partial(_setting, "--count")
+    parser.text("--count", "NETWORK:BATCH", text, nargs="+", type=setting)
+    text = "count the instructions of conv_gemm's main loop, without a GPU"
+    parser.switch("--sass", text)
+    text = "with --count: the GPU that the times are forecast for, among "
+    names = list(floors.GPU_RATES)
+    text += f"{', '.join(names)} (H100)"
+    parser.text("--gpu", "NAME", text, default="H100", type=lambda n: _one_of("--gpu", n, names))
+    parser.text("--page", "FILE", "with --count: also write the counts to FILE, as an HTML page")
+    text = "shape of an image for --count (the network's default)"
+    parser.text("--image", "CxHxW", text, type=_image)
+    parser.add_options("precision")
     _add_counts(parser, ROUNDS)
 
 
@@ -432,13 +446,15 @@ def _layouts(text):
 
 def _settings(text: str) -> list[tuple[str, int]]:
     """Convert NETWORK:BATCH,... to pairs."""
-    pairs = []
-    for part in text.split(","):
-        network, _, batch = part.rpartition(":")
-        if not network or not batch.isdigit() or not int(batch):
-            raise UserError(f"--settings must be NETWORK:BATCH, such as digits:128, found {part}")
-        pairs.append((network, int(batch)))
-    return pairs
+    return [_setting("--settings", part) for part in text.split(",")]
+
+
+def _setting(flag: str, text: str) -> tuple[str, int]:
+    """Convert NETWORK:BATCH to a pair."""
+    network, _, batch = text.rpartition(":")
+    if not network or not batch.isdigit() or not int(batch):
+        raise UserError(f"{flag} must be NETWORK:BATCH, such as digits:128, found {text}")
+    return network, int(batch)
 
 
 def _words(text: str) -> list[str]:

@@ -18,6 +18,37 @@ from mpidl.backends.gpu import kernels, launching, nvrtc
 WORKERS = 16
 
 
+class Addresses:
+    """A device without memory. It gives out addresses, and copies and computes nothing.
+
+    `architecture`, such as "sm_90", and `processors` are properties of the GPU that it stands for.
+    """
+
+    name, memory, shared, sharers = "a GPU without memory", 1 << 40, 232448, 1
+    specialize = True  # as a CudaDevice
+    synchronous = False
+
+    def __init__(self, architecture, processors):
+        self.architecture, self.processors = architecture, processors
+        self._next = 1 << 20
+
+    def allocate(self, nbytes):
+        address, self._next = self._next, self._next + -(-nbytes // 256) * 256
+        return launching.Block(address, nbytes)
+
+    def pinned(self, nbytes):
+        return np.zeros(nbytes, np.uint8)
+
+    def free_memory(self):
+        return self.memory
+
+    def upload(self, address, array):
+        pass
+
+    def synchronize(self):
+        pass
+
+
 class Collector:
     """A device that only collects the requested Units, in order, in `units`."""
 

@@ -19,13 +19,22 @@ FUSED, APART = 9, 13  # passes over the convolutions' outputs with fused and sep
 
 
 class Rates(NamedTuple):
-    """Bytes/s of a copy, counting reads and writes, and FLOP/s by precision of the products."""
+    """Bytes/s of a copy, counting reads and writes, and FLOP/s by precision of the products.
+
+    `architecture` and `processors` (number of multiprocessors) are known of the listed GPUs.
+    """
 
     copy: float
     fp32: float
     tf32: float
     bf16: float
     source: str
+    architecture: str = ""
+    processors: int = 0
+
+    def speeds(self) -> dict[str, float]:
+        """Return FLOP/s by precision, as in `milliseconds`."""
+        return {"fp32": self.tf32 / 3, "tf32": self.tf32, "bf16": self.bf16, "fma": self.fp32}
 
 
 GPU_RATES = {
@@ -35,8 +44,33 @@ GPU_RATES = {
         495e12,
         790e12,
         "copy and bf16 measured; float32 and TF32 from the datasheet",
+        "sm_90",
+        132,
+    ),
+    "H100": Rates(
+        3.0e12,
+        67e12,
+        495e12,
+        790e12,
+        "copy: 0.9 of the datasheet's 3.35 TB/s; bf16 as measured on an H200; float32 and TF32 "
+        "from the datasheet",
+        "sm_90",
+        132,
+    ),
+    "A100": Rates(
+        1.8e12,
+        19.5e12,
+        156e12,
+        312e12,
+        "copy: 0.9 of the datasheet's 2.04 TB/s; products from the datasheet",
+        "sm_80",
+        108,
     ),
 }
+# Share of the peak that mma.sync reaches, which the kernels use. Only wgmma reaches the peak of
+# sm_90 (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture", 2024).
+MMA = {"sm_80": 1.0, "sm_90": 0.62}
+LAUNCH = 2e-6  # seconds between two dependent kernels of a CUDA graph, an estimate
 
 
 class Work(NamedTuple):
@@ -97,7 +131,7 @@ def milliseconds(step: Work, batch: int, rate: Rates, precision: str) -> dict[st
         "products", "bytes fused" and "bytes apart", and "floor", which is the larger of "products"
         and "bytes fused".
     """
-    speed = {"fp32": rate.tf32 / 3, "tf32": rate.tf32, "bf16": rate.bf16, "fma": rate.fp32}
+    speed = rate.speeds()
     size = 2 if precision == "bf16" else 4
     flop, pass_bytes = step.flop * batch, step.outputs * batch * size
     fused, apart = (
@@ -109,3 +143,19 @@ def milliseconds(step: Work, batch: int, rate: Rates, precision: str) -> dict[st
         "bytes apart": apart.bytes * 1e3,
         "floor": fused.seconds * 1e3,
     }
+
+
+def of_launch(nbytes: float, products: float, unit: str, rate: Rates) -> floors.Floor:
+    """Return the Floor of a launch without its overhead, LAUNCH.
+
+    Parameters
+    ----------
+    nbytes, products : float
+        Number of bytes read and written, and of products issued.
+    unit : str
+        Precision of the products, a key of `Rates.speeds`.
+    rate : Rates
+        Peak rates of the GPU. The kernels reach the part MMA of the peak of tensor cores.
+    """
+    share = 1.0 if unit == "fma" else MMA[rate.architecture]
+    return floors.floor(2 * products, nbytes, share * rate.speeds()[unit], rate.copy)

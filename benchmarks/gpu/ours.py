@@ -9,14 +9,10 @@ import sys
 import numpy as np
 
 from benchmarks import turns
+from benchmarks.gpu import launches
 from benchmarks.mpidl_step import RecordedStep
 from mpidl.ranks.world import World
 
-# The kernels' names for a convolution's P, Q, R, S, C, K and number of groups.
-SHAPES = (
-    ("P", "Q", "R", "S", "C", "K", "groups"),
-    ("out_height", "out_width", "taps_down", "taps_across", "channels", "filters", "groups"),
-)
 # Bytes to copy: before a step, while the step's kernels queue up, and to measure the rate. A small
 # GPU copies this part of its memory.
 DELAY_BYTES, RATE_BYTES, PART = 1 << 28, 1 << 30, 64
@@ -84,7 +80,7 @@ def kernel_times(step: RecordedStep, rounds: int, delay_bytes: int = DELAY_BYTES
     groups = {}
     for part in timed:
         if part.launch is not None:
-            key = kernel_name(part.launch), array_shapes(part.launch)
+            key = launches.kernel_name(part.launch), launches.array_shapes(part.launch)
             groups.setdefault(key, []).append(part)
     rows = [
         {
@@ -92,8 +88,8 @@ def kernel_times(step: RecordedStep, rounds: int, delay_bytes: int = DELAY_BYTES
             "shape": shape,
             "times": len(members),
             "ms": sum(part.milliseconds() for part in members),
-            "bytes": sum(bytes_of(part.launch) for part in members),
-            "flop": sum(operations(part.launch) for part in members),
+            "bytes": sum(sum(launches.bytes_of(part.launch)) for part in members),
+            "flop": 2 * sum(launches.useful(part.launch) for part in members),
         }
         for (name, shape), members in groups.items()
     ]
@@ -118,55 +114,6 @@ class TimedStep:
     def milliseconds(self) -> float:
         """Return the median time of the runs so far."""
         return float(np.median([self.device.elapsed(*pair) for pair in self.marks]))
-
-
-def kernel_name(launch) -> str:
-    """Return the kernel's name; add the direction if the kernel serves forward and backward."""
-    backward = ("BACKWARD", 1) in launch.unit.defines
-    return f"{launch.name}, backward" if backward else launch.name
-
-
-def array_shapes(launch) -> str:
-    """Return the shapes of the two largest arrays of a launch."""
-    arrays = sorted(_arrays(launch), key=lambda a: -a.nbytes)
-    return ", ".join("x".join(map(str, a.dims)) for a in arrays[:2])
-
-
-def _arrays(launch):
-    arrays = []
-    for value in launch.arguments:
-        arrays += getattr(value, "arrays", [value] if hasattr(value, "dims") else [])
-    return arrays
-
-
-def bytes_of(launch) -> int:
-    """Return the size in bytes of all arrays of a launch. Each array counts once.
-
-    A kernel reads and writes at least this many bytes, unless it gathers from a larger array.
-    """
-    places = {(array.address, array.nbytes) for array in _arrays(launch)}
-    return sum(nbytes for _, nbytes in places)
-
-
-def operations(launch) -> int:
-    """Return the floating-point operations of a launch's products.
-
-    Convolutions and dense layers have such products, in each of the forward, backward-data and
-    backward-weights passes. For other kernels, the result is 0.
-    """
-    pairs = zip(launch.parameters, launch.arguments, strict=True)
-    numbers = {p.name: value for p, value in pairs if p.elements is None}
-    per_image = [a for a in _arrays(launch) if a.ndim > 2 and a.shape[-1] == 16]
-    if not per_image:
-        return 0
-    images = per_image[0].shape[0] * 16
-    if {"outputs", "features"} <= set(numbers):
-        return 2 * images * numbers["outputs"] * numbers["features"]
-    for names in SHAPES:
-        if set(names) <= set(numbers):
-            p, q, r, s, c, k, groups = (numbers[name] for name in names)
-            return 2 * images * p * q * r * s * c * k // groups
-    return 0
 
 
 def bytes_per_second(device, size: int = RATE_BYTES, rounds: int = 9) -> float:

@@ -214,6 +214,39 @@ class Table:
         )
 
 
+class Rows:
+    """Rows of a kernel's table, which one launch processes: blocks with blockIdx.y = i take row i.
+
+    The table is the kernel's only argument. `add` adds a row of Arrays and integers that keeps
+    `blocks` blocks of `block` threads busy. A launch has equally many blocks for each row, and not
+    always that many, so the kernel divides a row's work by gridDim.x.
+    """
+
+    def __init__(self, name, block, defines=None):
+        self.name, self.block, self.defines = name, block, defines or {}
+        self.rows, self.blocks = [], 0
+
+    @property
+    def key(self):
+        return self.name, self.block, tuple(sorted(self.defines.items()))
+
+    @property
+    def arrays(self):
+        return [value for row in self.rows for value in row if isinstance(value, Array)]
+
+    def add(self, row, blocks):
+        self.rows.append(row)
+        self.blocks = max(self.blocks, blocks)
+
+    def made(self):
+        """Return the Launch of all rows."""
+        grid = min(self.blocks, -(-32 * device().processors // len(self.rows))), len(self.rows)
+        return kernels.make(self.name, grid, self.block, (table(self.rows),), defines=self.defines)
+
+    def launch(self):
+        process.sink.launch(self.made())
+
+
 class Eager:
     """The launch sink that runs kernels at once, in the device's compute stream.
 
@@ -236,6 +269,9 @@ class Eager:
 
     def launch(self, launch):
         self.device.launch(load(launch), launch)
+
+    def before_step(self, rows):
+        rows.launch()
 
     def scalar(self, name, value, dtype):
         return self._uploaded(np.atleast_1d(np.asarray(value, dtype)))
@@ -327,6 +363,19 @@ def launch(name, grid, block, *arguments, shared=0, defines=None):
     kernel_launch = kernels.make(name, grid, block, arguments, shared, defines)
     if 0 not in kernel_launch.grid:  # the grid is empty if this rank has no images
         process.sink.launch(kernel_launch)
+
+
+def before_step(name, row, blocks, block, defines=None):
+    """Launch a kernel for a row of its table, at the start of the step if a step is recorded.
+
+    All such rows of a kernel go out in one launch (see `Rows`), for example to transpose the
+    weights of all layers. The results in a row need Arrays of their own, which nothing has used
+    yet. If the step has computed a source, the row is launched at once. A step must not write to a
+    source that lies outside its memory, except by `Recorder.store`.
+    """
+    rows = Rows(name, block, defines)
+    rows.add(row, blocks)
+    process.sink.before_step(rows)
 
 
 def scalar(name, value, dtype=np.float32):

@@ -8,7 +8,8 @@ The Python code of the training step runs once while a `Recorder` is the launch 
   that are needed at different times may share memory.
 - It collects the scalars that change between training steps (number of images, indices of images,
   learning rate) in `controls`. The first kernel of a training step fills `controls` from a row of
-  pinned memory, to which the host has written the scalars.
+  pinned memory, to which the host has written the scalars. The launches that `before_step`
+  collected follow.
 - It splits the launches into segments at each exchange of sums through host memory, and captures
   each segment as one CUDA graph.
 
@@ -42,7 +43,8 @@ class Recorder:
         self.steps, self.planned, self.tables, self.stored, self.values = [], [], [], [], []
         self.controls = Planned(0)  # `finish` allocates `controls`, once the size is known
         self.slots, self.words = {}, 0  # {name: (Array, initial value)}
-        self.touched = {}  # {id(buffer): (first, last operation)} of buffers outside the slab
+        self.touched = {}  # {id(buffer): last operation} of buffers outside the slab
+        self.early = {}  # {key: Rows} of the launches before the first operation
 
     # interface of a launch sink
 
@@ -57,6 +59,16 @@ class Recorder:
             arrays += value.arrays if isinstance(value, launching.Table) else []
             arrays += [value] if isinstance(value, Array) else []
         self._step(program.kernel(launch), arrays)
+
+    def before_step(self, rows):
+        arrays = rows.arrays
+        if any(getattr(array.buffer, "first", None) is not None for array in arrays):
+            rows.launch()  # the step has computed a source
+            return
+        self._touch(arrays, -1)
+        early = self.early.setdefault(rows.key, rows)
+        if early is not rows:
+            early.add(rows.rows[0], rows.blocks)
 
     def scalar(self, name, value, dtype):
         value = np.atleast_1d(np.asarray(value, dtype))
@@ -104,16 +116,17 @@ class Recorder:
         self.values.append(value)
 
     def _step(self, step, arrays):
-        index = len(self.steps)
+        self._touch(arrays, len(self.steps))
+        self.steps.append(step)
+
+    def _touch(self, arrays, index):
         for array in arrays:
             buffer = array.buffer
             if isinstance(buffer, Planned):
                 buffer.first = index if buffer.first is None else buffer.first
                 buffer.last = index
             else:
-                first, _ = self.touched.get(id(buffer), (index, index))
-                self.touched[id(buffer)] = first, index
-        self.steps.append(step)
+                self.touched[id(buffer)] = max(self.touched.get(id(buffer), index), index)
 
     # finishing
 
@@ -136,8 +149,10 @@ class Recorder:
         self.launch(kernels.make("program_end", 1, 32, arguments))
         arguments = _as_device_array(ring), ROWS, words, counter, controls
         begin = kernels.make("program_begin", 1, 256, arguments)
+        with launching.through(self):
+            early = [rows.made() for rows in self.early.values()]
         slab, nbytes = self._plan()
-        self.steps.insert(0, program.kernel(begin))
+        self.steps[:0] = map(program.kernel, [begin, *early])
         for table in self.tables:
             self.device.upload(table.address, table.filled())
         self.device.synchronize()
@@ -178,7 +193,7 @@ class Recorder:
         buffer, old_buffer = pairs[0][0].buffer, pairs[0][1].buffer
         if not isinstance(buffer, Planned) or buffer.address is not None:
             return
-        _, last_read = self.touched.get(id(old_buffer), (0, -1))
+        last_read = self.touched.get(id(old_buffer), -1)
         nbytes = sum(-(-new.nbytes // launching.ALIGNED) * launching.ALIGNED for new, _ in pairs)
         if (
             nbytes == buffer.nbytes <= getattr(old_buffer, "nbytes", 0)

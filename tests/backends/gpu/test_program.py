@@ -113,6 +113,46 @@ def test_an_old_value_is_not_overwritten_before_its_last_read(device):
     assert [run(recorded, rate=i) for i in (1, 2, 3)] == [5, 1, 2]
 
 
+def copy_early(source):
+    """Copy a number at the start of the step, and return the copy."""
+    out = launching.empty((1,), np.float64)
+    launching.before_step("copy_pieces", [source, out, 1, 2, 2, 2], 1, 256)
+    return out
+
+
+def test_rows_before_a_step_go_out_in_one_launch(device):
+    """A row whose source the step computes is launched on the spot, behind its source."""
+    fixed = [plain(np.array([x])) for x in (5.0, 7.0)]
+
+    def step(recorder):
+        for _ in range(4):
+            first = copy(copy(launching.scalar("rate", 0.0, np.float64)))
+        early = [copy_early(x) for x in fixed]
+        late = copy_early(copy_early(first))
+        assert [len(rows.rows) for rows in recorder.early.values()] == [2]
+        return early[0] + early[1] + late
+
+    recorded, _ = record(device, step)
+    names = [launch.name for launch in recorded.launches()]
+    assert names[:2] == ["program_begin", "copy_pieces"]
+    assert names.count("copy_pieces") == 3
+    assert run(recorded, rate=100.0) == 112
+    launching.upload(fixed[0], np.array([6.0]))
+    assert run(recorded, rate=100.0) == 113
+
+
+def test_a_weight_is_copied_before_its_step_overwrites_it(device):
+    total = plain(np.array([5.0]))
+
+    def step(recorder):
+        early = copy_early(total)
+        recorder.store(copy(launching.scalar("rate", 0.0, np.float64)), total)
+        return copy(early)
+
+    recorded, _ = record(device, step)
+    assert [run(recorded, rate=i) for i in (1, 2, 3)] == [5, 1, 2]
+
+
 class SummingWorld:
     """A world that stores the exchanged nodes. The root is the sum of this rank's nodes."""
 

@@ -1,11 +1,10 @@
 """List the units that a GPU may compile: the units that networks load, and all other families."""
 
 import re
-from collections import defaultdict
 
 import numpy as np
-from emulator import EmulatedDevice
 
+from benchmarks.gpu.compiling import Addresses, Collector
 from mpidl.backends import settings
 from mpidl.backends.gpu import activation, array, conv, kernels, launching, optimizer, pool
 from mpidl.backends.reference.activation import FUNCTIONS
@@ -13,7 +12,8 @@ from mpidl.backends.shapes import Geometry, Windows
 from mpidl.core import fold
 from mpidl.core.blocks import LANES
 
-PROCESSORS = {"sm_70": 80, "sm_75": 40, "sm_80": 108, "sm_90": 132}  # V100, T4, A100, H200
+# multiprocessors of V100, T4, A100, RTX A6000, H200 and RTX 5090
+PROCESSORS = {"sm_70": 80, "sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_90": 132, "sm_120": 170}
 STEP = re.compile(r"f\((\w+), (\d), (\d)\)")  # (formula, numbers, arrays) in EACH_STEP
 UNPADDED, PADDED = ((0, 0), (0, 0)), ((1, 1), (1, 1))
 
@@ -37,34 +37,10 @@ ODD = [
 ]
 
 
-class Collector(EmulatedDevice):
-    """A device that computes nothing. It collects the loaded units, in order."""
-
-    specialize = True
-
-    def __init__(self, architecture):
-        super().__init__(architecture=architecture, processors=PROCESSORS[architecture])
-        self.units, self._next = {}, 1 << 20
-
-    def allocate(self, nbytes):
-        address, self._next = self._next, self._next + -(-nbytes // 256) * 256
-        return launching.Block(address, nbytes)
-
-    def load(self, unit):
-        self.units[unit] = True
-        return defaultdict(str)
-
-    def launch(self, handle, launch):
-        pass
-
-    def upload(self, address, value):
-        pass
-
-
 def units(architecture):
     """Return the Units that a GPU of this architecture, such as "sm_80", may compile."""
     number = int(architecture[3:])
-    device = Collector(architecture)
+    device = Collector(Addresses(architecture, PROCESSORS[architecture]))
     precision = settings.precision
     try:
         launching.open(device)

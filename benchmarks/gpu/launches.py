@@ -1,0 +1,173 @@
+"""Count the bytes and the products of a kernel's launch, from its arguments and definitions.
+
+Rules of the bytes: an array of a `const` parameter is read once, and an array of another parameter
+is written once. An array that is both counts twice. An array in a Table counts as often as it
+occurs there. A gather from a data set counts only the images that it gathers. Kernels can read an
+array several times; the count assumes that the cache provides the repetitions.
+
+Rules of the products: a product is a multiplication of two operands with an addition. `issued`
+counts the tiles of a kernel with their padding, and the zeros that pad images. `useful` counts the
+multiply-adds of the layer: every tap of every output pixel, also where the tap is outside the
+image. The three TF32 products of a float32 product count once. Unused lanes count as images.
+"""
+
+import functools
+import math
+
+from mpidl.backends import declarations
+from mpidl.backends.gpu import kernels, launching
+from mpidl.core.blocks import LANES
+
+# The kernels' names for a convolution's P, Q, R, S, C, K and number of groups.
+SHAPES = (
+    ("P", "Q", "R", "S", "C", "K", "groups"),
+    ("out_height", "out_width", "taps_down", "taps_across", "channels", "filters", "groups"),
+)
+GATHERED = "pixels", "table"  # parameters of images.cu that are data sets
+# {kernel: the columns of its Table that it reads, and those that it writes}; the columns of other
+# Tables count as read.
+COLUMNS = {
+    "optimizer_step": (lambda row: row[1:3] + row[4:], lambda row: row[3:]),
+    "running": (lambda row: row[:2], lambda row: row[2:3]),
+}
+
+
+def kernel_name(launch) -> str:
+    """Return the kernel's name; add the direction if the kernel serves forward and backward."""
+    backward = ("BACKWARD", 1) in launch.unit.defines
+    return f"{launch.name}, backward" if backward else launch.name
+
+
+def array_shapes(launch) -> str:
+    """Return the shapes of the two largest arrays of a launch."""
+    arrays = sorted(_arrays(launch), key=lambda a: -a.nbytes)
+    return ", ".join("x".join(map(str, a.dims)) for a in arrays[:2])
+
+
+def _arrays(launch):
+    arrays = []
+    for value in launch.arguments:
+        arrays += getattr(value, "arrays", [value] if hasattr(value, "dims") else [])
+    return arrays
+
+
+def _images(launch):
+    """Return the number of images of the first array per image, or 0 if there is none."""
+    return next((a.shape[0] * LANES for a in _arrays(launch) if _is_per_image(a)), 0)
+
+
+def _is_per_image(array):
+    return array.ndim > 2 and array.shape[-1] == LANES
+
+
+def bytes_of(launch) -> tuple[int, int]:
+    """Return the number of bytes that a launch reads, and the number that it writes."""
+    declared, images = _declared(launch.unit.family)[launch.name], _images(launch)
+    read, written = {}, {}  # {(address, bytes): bytes}, so that each array counts once
+    in_tables = [0, 0]
+    for value, parameter in zip(launch.arguments, declared.parameters, strict=True):
+        if isinstance(value, launching.Table):
+            sizes = map(sum, zip(*map(_row_counter(launch.name), value.rows), strict=True))
+            in_tables = [a + b for a, b in zip(in_tables, sizes, strict=True)]
+        elif isinstance(value, launching.Array):
+            nbytes = value.nbytes
+            if parameter.name in GATHERED and launch.unit.family == "images":
+                nbytes = nbytes // len(value) * min(len(value), images)
+            side = read if parameter.is_const else written
+            side[value.address, value.nbytes] = nbytes
+    return sum(read.values()) + in_tables[0], sum(written.values()) + in_tables[1]
+
+
+@functools.cache
+def _declared(family):
+    return declarations.kernels(kernels.source(f"{family}.cu"))
+
+
+def _row_counter(name):
+    """Return a function that counts the bytes read and written of a row of the kernel's Table."""
+    reads, writes = COLUMNS.get(name, (lambda row: row, lambda row: []))
+
+    def size(values):
+        return sum(v.nbytes for v in values if isinstance(v, launching.Array))
+
+    return lambda row: (size(reads(row)), size(writes(row)))
+
+
+def numbers_of(launch) -> dict[str, int]:
+    """Return the arguments of a launch that are numbers, by the names of the parameters."""
+    pairs = zip(launch.parameters, launch.arguments, strict=True)
+    return {p.name: value for p, value in pairs if p.elements is None}
+
+
+def useful(launch) -> int:
+    """Return the multiply-adds of the layer that a launch computes, or 0 for other kernels."""
+    numbers, images = numbers_of(launch), _images(launch)
+    if {"outputs", "features"} <= set(numbers):
+        return images * numbers["outputs"] * numbers["features"]
+    for names in SHAPES:
+        if set(names) <= set(numbers):
+            p, q, r, s, c, k, groups = (numbers[name] for name in names)
+            if ("BACKWARD", 1) in launch.unit.defines:  # the input of this pass is dy
+                p, q = numbers["height"], numbers["width"]
+            return images * p * q * r * s * c * k // groups
+    return 0
+
+
+def _padded(size, step):
+    return -(-size // step) * step
+
+
+def _matrix_product(launch):
+    """Products of conv_gemm: depth is (r, s, c). Products of conv_dweight: depth is pixels."""
+    defines, n = dict(launch.unit.defines), numbers_of(launch)
+    if launch.name == "conv_dweight":
+        depth = n["images"] * n["out_height"] * n["out_width"]
+    else:
+        depth = n["taps_down"] * n["taps_across"] * n["channels"] // n["groups"]
+    return math.prod(launch.grid) * defines["BM"] * defines["BN"] * _padded(depth, 32)
+
+
+def _direct(launch):
+    n = numbers_of(launch)
+    depth = {
+        "conv_direct_forward": lambda: n["R"] * n["S"] * n["C"] // n["groups"],
+        "conv_direct_dx": lambda: n["R"] * n["S"] * n["K"] // n["groups"],
+        "conv_direct_dweight": lambda: n["images_per_leaf"] * n["P"] * n["Q"],
+    }[launch.name]()
+    return math.prod(launch.grid) * 64 * 32 * _padded(depth, 32)
+
+
+def _dense(launch):
+    """Products of dense.cu, whose tiles have 16 or 64 outputs and 32, 64 or 128 other rows."""
+    n = numbers_of(launch)
+    if "outputs" not in n or "features" not in n:
+        return 0  # dense_chunks
+    images, outputs = _images(launch), n["outputs"]
+    outputs = _padded(outputs, 16 if launch.name.endswith("few") else 64)
+    features = n["features"]
+    if launch.name.startswith("dense_d"):
+        features = _padded(features, 32 if launch.name.endswith("long") else 64)
+    if "dweight" not in launch.name:
+        images = _padded(images, 128 if launch.name.endswith("large") else 64)
+    return images * outputs * features
+
+
+ISSUED = {"conv_gemm": _matrix_product, "conv_dweight": _matrix_product, "conv_direct": _direct}
+ISSUED["dense"] = _dense  # {family: function of a launch that counts the products}
+
+
+def issued(launch) -> int:
+    """Return the products that a launch computes, or 0 for kernels without products."""
+    count = ISSUED.get(launch.unit.family)
+    return count(launch) if count else 0
+
+
+def unit_of_products(launch) -> str:
+    """Return the name of the rate of a launch's products in `floors.Rates`, and "fp32" for 3xTF32.
+
+    The result is "fma" for kernels without tensor cores.
+    """
+    defines = dict(launch.unit.defines)
+    if launch.unit.family not in ("conv_gemm", "conv_dweight"):
+        return "fma"
+    return "bf16" if "BF16" in defines else {3: "fp32", 1: "tf32"}[defines["PRECISION"]]

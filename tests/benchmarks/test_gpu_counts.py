@@ -1,0 +1,129 @@
+"""Test `benchmarks gpu --count`: the bytes and products of a recorded step, without a GPU."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import arguments, subject
+from benchmarks.gpu import compiling, counts, floors, launches, resources
+from mpidl.backends.gpu import array, kernels, launching, nvrtc
+from mpidl.errors import UserError
+
+SMALL = """
+import mpidl as dl
+
+def net(shape, classes):
+    return [dl.Conv2D(1, 4), dl.ReLU(), dl.Conv2D(3, 8, stride=2, padding=1), dl.Dense(classes)]
+"""
+
+
+def count(words):
+    options = arguments.parse(["gpu", "--count", *words.split()])
+    options.busy = 0.0
+    return counts.main(options)["counts"]
+
+
+@pytest.fixture
+def device():
+    """Compute on a device that gives out addresses only."""
+    yield launching.open(compiling.Collector(compiling.Addresses("sm_90", 132)))
+    launching.open(None)
+
+
+def test_the_digits_step(tmp_path, capsys, monkeypatch):
+    """The rows sum to the step, whose useful products are the network's multiply-adds."""
+    monkeypatch.setattr(nvrtc, "installed", lambda: ())
+    files = tmp_path / "counts.json", tmp_path / "page.html"
+    step = count(f"digits:128 --page {files[1]}")["digits:128"]
+    rows = step["kernels"]
+    assert sum(row["launches"] for row in rows) == step["launches"]
+    assert step["bytes"] == sum(row["bytes_read"] + row["bytes_written"] for row in rows)
+    work = floors.work(subject.network("digits"))
+    assert step["products_useful"] == 128 * work.flop / 2
+    assert all(row["products_issued"] >= row["products_useful"] for row in rows)
+    assert all(row["registers"] is row["occupancy"] is None for row in rows)
+    # the forecast includes the time between kernels, and exceeds the floor of fused kernels
+    floor = floors.milliseconds(work, 128, floors.GPU_RATES["H100"], "fp32")["floor"]
+    assert step["forecast_ms"] > floor + 1e3 * step["launches"] * floors.LAUNCH
+    assert "conv_gemm" in capsys.readouterr().out and launching.process.device is None
+    text = files[1].read_text()
+    assert "digits, batch 128, fp32" in text and "<circle" in text and ">launch</text>" in text
+
+
+def test_the_products_of_a_small_network(tmp_path, monkeypatch):
+    """Useful products must equal a count by hand; the first layer has no input gradient."""
+    monkeypatch.setattr(nvrtc, "installed", lambda: ())
+    (tmp_path / "net.py").write_text(SMALL)
+    name = f"{tmp_path}/net.py:net"
+    step = count(f"{name}:32 --image 3x8x8")[f"{name}:32"]
+    first, second, dense = 64 * 3 * 4, 16 * 9 * 4 * 8, 10 * 16 * 8
+    assert step["products_useful"] == 32 * (2 * first + 3 * second + 3 * dense)
+    assert step["products_issued"] >= step["products_useful"]
+
+
+def test_registers_come_from_the_compiler():
+    if not nvrtc.installed():
+        pytest.skip("no NVRTC: pip install nvidia-cuda-nvrtc")
+    unit = kernels.Unit("pad")
+    entry = resources.compile_all([unit], "sm_90")[unit]["pad2d"]
+    assert 8 <= entry["registers"] <= 255 and entry["spills"] == 0
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "threads", "expected"),
+    [  # blocks of threads limited by threads, registers, shared memory and the number of blocks
+        (32, 0, 256, 1.0),
+        (65, 0, 256, 3 * 256 / 2048),  # 72 registers per thread: 28 warps, 3 blocks of 8
+        (32, 99 << 10, 256, 2 * 256 / 2048),
+        (32, 0, 32, 32 * 32 / 2048),
+    ],
+)
+def test_occupancy(registers, shared, threads, expected):
+    entry = {"registers": registers, "shared": 0}
+    assert resources.occupancy(entry, threads, shared, "sm_90") == expected
+
+
+def launch_of(name, *values, defines=None):
+    return kernels.make(name, 1, 256, values, 0, defines)
+
+
+def test_bytes_of_arrays(device):
+    x = array.empty((1000,))
+    y = array.empty((1000,))
+    assert launches.bytes_of(launch_of("add_float", x, y, y, 1000)) == (8000, 4000)  # y in place
+    assert launches.bytes_of(launch_of("add_float", x, x, y, 1000)) == (4000, 4000)
+    vectors = [array.empty((6,)), array.empty((6,), "f8"), array.empty((6,))]
+    table = launching.table([[*vectors, 6], [*vectors, 6]])
+    assert launches.bytes_of(launch_of("running", table, 0.5)) == (2 * (24 + 48), 2 * 24)
+
+
+def test_a_gather_counts_the_images_that_it_gathers(device):
+    data = array.empty((1000, 3, 4, 5), np.uint8)
+    indices = array.empty((32,), np.int32)
+    lanes = array.empty_lanes((2, 3, 4, 5, 16))
+    numbers = 3, 4, 5, 4, 5, 0, 32, 1
+    gather = launch_of("images_of_bytes", data, indices, *6 * (None,), None, lanes, *numbers)
+    assert launches.bytes_of(gather) == (32 * 60 + 32 * 4, 32 * 60 * 4)
+
+
+def test_options():
+    options = arguments.parse("gpu --count digits:32 a/net.py:make:16 --gpu A100".split())
+    assert options.count == [("digits", 32), ("a/net.py:make", 16)]
+    assert options.gpu == "A100" and options.precision == "fp32"
+    with pytest.raises(UserError, match="--count must be NETWORK:BATCH, such as digits:128, found"):
+        arguments.parse("gpu --count digits".split())
+    with pytest.raises(UserError, match="--gpu must be among H200, H100, A100, found H300"):
+        arguments.parse("gpu --count digits:1 --gpu H300".split())
+    assert set(floors.MMA) >= {rate.architecture for rate in floors.GPU_RATES.values()}
+    assert set(resources.LIMITS) >= {rate.architecture for rate in floors.GPU_RATES.values()}
+
+
+def test_the_json_file(tmp_path, monkeypatch):
+    from benchmarks import main
+
+    monkeypatch.setattr(nvrtc, "installed", lambda: ())
+    path = tmp_path / "counts.json"
+    main(["gpu", "--count", "digits:16", "--json", str(path)])
+    step = json.loads(path.read_text())["counts"]["digits:16"]
+    assert set(step) >= {"launches", "bytes", "products_issued", "products_useful", "kernels"}
