@@ -34,12 +34,10 @@ def read(x):
     """
     if not isinstance(x, DeferredInput):
         return x
-    if isinstance(x, NormalizedInput):
-        return batchnorm(*x[:4])
     if not isinstance(x, Read):
-        return _normalized(*x[:4], relu=1)
+        return _normalized(x)
     if x.stored is None:
-        x.stored = _normalized(*x[:4], relu=1)
+        x.stored = _normalized(x)
     return x.stored
 
 
@@ -47,7 +45,12 @@ def activation(source):
     return read(source)
 
 
-def _sizes(x):
+def operand(x):
+    """Return the fields of `Source` in batchnorm.cu for an Array or a DeferredInput."""
+    return tuple(x) if isinstance(x, DeferredInput) else (x, None, None, None, 0.0, 0.0)
+
+
+def sizes(x):
     """Return (images, pixels per image, channels). Unused lanes count as images."""
     _check(x)
     blocks, channels, *pixels, lanes = x.dims
@@ -84,13 +87,21 @@ def _leaves(name, x, width, dtype, tree, *arguments, combine=add):
     A leaf has `width` elements of type `dtype`. The kernel's arguments are `arguments`, followed by
     (leaves, images per leaf, pixels, channels, threads across a tile).
     """
-    images, pixels, channels = _sizes(x)
-    per_leaf = _leaf(pixels)
-    tiles, tile = _tiles(channels)
-    leaves = launching.empty((images // per_leaf, width), dtype)
-    grid = (images // per_leaf, tiles)
-    launching.launch(name, grid, THREADS, *arguments, leaves, per_leaf, pixels, channels, tile)
-    return fold.partial_of_leaves(leaves, tree, LANES // per_leaf, combine)
+    (count, tiles), numbers = division(x)
+    leaves = launching.empty((count, width), dtype)
+    launching.launch(name, (count, tiles), THREADS, *arguments, leaves, *numbers)
+    return fold.partial_of_leaves(leaves, tree, LANES // numbers[0], combine)
+
+
+def division(x):
+    """Return how a kernel that sums over x divides its rows and channels.
+
+    The result is its grid (leaves, tiles), and its last arguments (images per leaf, pixels,
+    channels, threads across a tile).
+    """
+    images, pixels, channels = sizes(x)
+    per_leaf, (tiles, tile) = _leaf(pixels), _tiles(channels)
+    return (images // per_leaf, tiles), (per_leaf, pixels, channels, tile)
 
 
 def channel_sums(x, tree):
@@ -103,18 +114,17 @@ def moments(x, counts, tree):
 
 
 def batchnorm_sums(dy, x, mean, tree):
-    return _products(dy, x, mean, None, None, tree)
+    return _products(dy, (x, mean, None, None, 0.0, 0.0), tree)
 
 
 def activation_sums(dy, source, tree):
-    x, mean, scale, beta = source[:4]
-    return _products(dy, x, mean, scale, beta, tree)
+    return _products(dy, tuple(source), tree)
 
 
-def _products(dy, x, mean, scale, beta, tree):
-    dy = cotangent_like(dy, x)
-    width = 2 * x.dims[1]
-    return _leaves("batchnorm_sums", x, width, "f8", tree, dy, x, mean, scale, beta)
+def _products(dy, source, tree):
+    x = source[0]
+    dy, width = cotangent_like(dy, x), 2 * x.dims[1]
+    return _leaves("batchnorm_sums", x, width, "f8", tree, dy, *source)
 
 
 def cotangent_like(dy, x):
@@ -125,7 +135,7 @@ def cotangent_like(dy, x):
     return dy
 
 
-def _grid(rows, channels):
+def grid_of(rows, channels):
     """Return (grid, number of threads across a tile) for a kernel over all rows (pixels)."""
     tiles, tile = _tiles(channels)
     blocks = -(-rows // (4 * (THREADS // tile)))
@@ -133,42 +143,40 @@ def _grid(rows, channels):
 
 
 def batchnorm(x, mean, scale, beta):
-    return _normalized(x, mean, scale, beta, relu=0)
+    return _normalized(NormalizedInput(x, mean, scale, beta))
 
 
-def _normalized(x, mean, scale, beta, relu):
-    images, pixels, channels = _sizes(x)
-    y, rows = array.empty_like(x), images * pixels
-    grid, tile = _grid(rows, channels)
-    vectors, numbers = (mean, scale, beta), (relu, rows, channels, tile)
-    launching.launch("batchnorm", grid, THREADS, x, *vectors, y, *numbers)
+def _normalized(source):
+    images, pixels, channels = sizes(source.x)
+    y, rows = array.empty_like(source.x), images * pixels
+    grid, tile = grid_of(rows, channels)
+    launching.launch("batchnorm", grid, THREADS, *source, y, rows, channels, tile)
     return y
 
 
 def batchnorm_dx(dy, x, mean, a, b, c, counts):
-    return _back(dy, x, mean, None, None, a, b, c, counts, array.empty_like(x))
+    source = x, mean, None, None, 0.0, 0.0
+    return _back(dy, source, a, b, c, counts, array.empty_like(x))
 
 
 def activation_dx(dy, source, a, b, c, counts, overwrite=False):
-    """Return a * dz + b * (x - mean) + c, with dz = dy where the activation is > 0, else 0.
+    """Return a * dz + b * (x - mean) + c, with dz = dy within the limits of source, else 0.
 
     For a NormalizedInput, which has no limits, dz is dy. If `overwrite` is True, the result
     overwrites dy.
     """
-    x, mean, scale, beta = source[:4]
+    dx = dy if overwrite else array.empty_like(source.x)
     if isinstance(source, NormalizedInput):
-        scale = beta = None
-    dx = dy if overwrite else array.empty_like(x)
-    return _back(dy, x, mean, scale, beta, a, b, c, counts, dx)
+        return _back(dy, (*source[:2], None, None, 0.0, 0.0), a, b, c, counts, dx)
+    return _back(dy, source, a, b, c, counts, dx)
 
 
-def _back(dy, x, mean, scale, beta, a, b, c, counts, dx):
-    images, pixels, channels = _sizes(x)
-    rows, dy = images * pixels, cotangent_like(dy, x)
-    grid, tile = _grid(rows, channels)
-    vectors = mean, scale, beta, a, b, c
-    last = pixels, rows, channels, tile
-    launching.launch("batchnorm_dx", grid, THREADS, dy, x, *vectors, counts, dx, *last)
+def _back(dy, source, a, b, c, counts, dx):
+    images, pixels, channels = sizes(source[0])
+    rows, dy = images * pixels, cotangent_like(dy, source[0])
+    grid, tile = grid_of(rows, channels)
+    last = counts, dx, pixels, rows, channels, tile
+    launching.launch("batchnorm_dx", grid, THREADS, dy, *source, a, b, c, *last)
     return dx
 
 

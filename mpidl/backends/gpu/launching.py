@@ -14,14 +14,20 @@ import numpy as np
 from mpidl.backends import settings
 from mpidl.backends.cpu import arenas
 from mpidl.backends.gpu import kernels
-from mpidl.core.values import DeviceArray
+from mpidl.core.values import BF16, DeviceArray
 
 ALIGNED = 256  # bytes: the alignment of cudaMalloc
 LARGE = 1 << 20  # words of 4 bytes; a kernel zeroes new arrays of at least this size
 
 THREADS = 256  # threads per block of elementwise kernels
 WORD = 4  # bytes; memory is copied and set to zero word by word
-KINDS = {"f4": "float", "f8": "double"}
+KINDS = {"f4": "value", "f8": "double", "V2": "value"}  # `value` of common.cuh
+CASTS = {
+    (np.dtype(np.float32), np.dtype(np.float64)): "cast_float_double",
+    (np.dtype(np.float64), np.dtype(np.float32)): "cast_double_float",
+    (np.dtype(np.float32), BF16): "cast_float_value",
+    (BF16, np.dtype(np.float32)): "cast_value_float",
+}
 
 
 class Process:
@@ -69,16 +75,20 @@ class Array(DeviceArray):
         `order` lists the axes of `dims` from the slowest to the fastest.
     bounds : array.Bounds or None
         The smallest and the largest label if the Array holds labels, else None.
+    positive : Array or None
+        For the result of `join.add_relu`, a byte for each four elements in memory, with a bit for
+        each element that is > 0.
     """
 
-    __slots__ = ("buffer", "offset", "dtype", "shape", "dims", "order", "bounds")
+    __slots__ = ("buffer", "offset", "dtype", "shape", "dims", "order", "bounds", "positive")
 
     def __init__(self, buffer, dtype, shape, dims=None, order=None, offset=0):
         self.buffer, self.offset, self.dtype = buffer, offset, np.dtype(dtype)
         self.shape = tuple(shape)
         self.dims = self.shape if dims is None else tuple(dims)
         self.order = tuple(range(len(self.dims))) if order is None else tuple(order)
-        self.bounds = None  # a Bounds if the Array holds labels
+        self.bounds: Any = None
+        self.positive: Any = None
 
     @property
     def address(self):
@@ -137,16 +147,15 @@ class Array(DeviceArray):
         return float(self.numpy().reshape(()))
 
     def astype(self, dtype):
-        """Return this Array with the given dtype, converted between float32 and float64.
+        """Return this Array with the given dtype.
 
-        Raise TypeError for all other conversions.
+        Raise TypeError unless one of the two types is float32 and the other float64 or bfloat16.
         """
         if self.dtype == dtype:
             return self
-        if {self.dtype, np.dtype(dtype)} != {np.dtype(np.float32), np.dtype(np.float64)}:
+        if (self.dtype, np.dtype(dtype)) not in CASTS:
             raise TypeError(f"no kernel converts {self} to {np.dtype(dtype)}")
-        y = empty_like(self, dtype)
-        kernel = f"cast_{kind_of(self)}_{kind_of(y)}"
+        y, kernel = empty_like(self, dtype), CASTS[self.dtype, np.dtype(dtype)]
         launch(kernel, blocks_of_threads(self.size), THREADS, self, y, self.size)
         return y
 
@@ -159,7 +168,8 @@ class Array(DeviceArray):
                 f"cannot add {b} to {a}: they differ in shape, type or order in memory"
             )
         y = empty_like(a)
-        launch(f"add_{kind_of(a)}", blocks_of_threads(a.size), THREADS, a, b, y, a.size)
+        blocks = blocks_of_threads(a.size, per_thread=4)
+        launch(f"add_{kind_of(a)}", blocks, THREADS, a, b, y, a.size)
         return y
 
     def zeros_like(self):
@@ -348,10 +358,10 @@ def blocks_of_threads(elements, per_thread=1):
 
 
 def kind_of(x):
-    """Return the type of x as it appears in kernel names: "float" or "double"."""
+    """Return the type of x as it appears in kernel names: "value" or "double"."""
     kind = KINDS.get(x.dtype.str[1:])
     if kind is None:
-        raise TypeError(f"expected float32 or float64, got {x}")
+        raise TypeError(f"expected float32, bfloat16 or float64, got {x}")
     return kind
 
 

@@ -85,6 +85,27 @@ FAULTS = [
         check=check_on_gpu,
         arguments=("batchnorm_dx, (4, 6, 6)",),
     ),
+    *faults(
+        "batchnorm",
+        batchnorm.test_the_gradient_of_a_sum_reads_bits_with_the_bytes_of_the_sum_itself,
+        (20, 3, 5),
+        2,
+        edits={
+            "the bits of a sum have another order": (
+                "bits >> k & 1",
+                "bits >> (VEC - 1 - k) & 1",
+            ),
+            "only one cotangent of a sum is read": ("g[i].at[k] + more.at[k]", "g[i].at[k]"),
+        },
+    ),
+    Fault(
+        family="batchnorm",
+        description="the upper limit of an activation passes gradients",
+        old="gated(g[i].at[k], y, source.low, source.high) : g[i].at[k];\n          some",
+        new="gated(g[i].at[k], y, source.low, 1e9f) : g[i].at[k];\n          some",
+        check=check_on_gpu,
+        arguments=("activation_sums, (20, 3, 5), clip",),
+    ),
     Fault(
         family="batchnorm",
         description="moments are merged without the distance of their means",

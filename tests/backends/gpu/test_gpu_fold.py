@@ -187,8 +187,8 @@ def test_a_fold_waits_until_its_root_is_read_or_its_leaves_are_overwritten(devic
         return [doubled, roots[1], last]
 
     roots, names = recorded(device, step)
-    adds = ["add_float"] * 3
-    folds = ["fold_float", "add_float", "fold_float", "zero_words"]
+    adds = ["add_value"] * 3
+    folds = ["fold_float", "add_value", "fold_float", "zero_words"]
     assert names == ["program_begin", *adds, *folds, "program_end"]
     expected = [root_of(2 * x, fold.add) for x in values]
     expected[0] = expected[0] * 2
