@@ -271,17 +271,11 @@ class Eager:
         self.device.upload(y.address, value)
         return y
 
-    def exchange(self, world, tree, matrix, combine):
-        """Fold the tree nodes of all ranks; return the root (the total) as an Array (width,).
+    def operate(self, operation, arrays):
+        operation.play(self.device)
 
-        The rows of `matrix` (nodes, width) are the nodes of this rank.
-        """
-        nodes = download(matrix).reshape(matrix.shape)
-        return self._uploaded(np.ascontiguousarray(world.exchange(tree, nodes, combine)))
-
-    def between(self, mover, source, target):
-        """Gather the rows of `source` from all ranks into `target`, directly between GPUs."""
-        mover.allgather(source, target)
+    def host_array(self, shape, dtype):
+        return np.empty(shape, dtype)  # allocating pinned memory would wait for the device
 
     def table(self, rows):
         table = Table(rows, None)

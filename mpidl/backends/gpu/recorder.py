@@ -10,21 +10,22 @@ The Python code of the training step runs once while a `Recorder` is the launch 
   learning rate) in `controls`. The first kernel of a training step fills `controls` from a row of
   pinned memory, to which the host has written the scalars. The launches that `before_step`
   collected follow.
-- It splits the launches into segments at each exchange of sums through host memory, and captures
-  each segment as one CUDA graph.
+- It splits the launches into segments at each operation of the host, such as the start of a sum in
+  host memory, and captures each segment as one CUDA graph.
 
-A replay allocates no device memory and needs one launch per segment. The host waits only for an
-exchange, or if too many training steps are in progress.
+A replay allocates no device memory and needs one launch per segment. The host waits only for a sum,
+or if too many training steps are in progress.
 """
 
 import itertools
+import math
 
 import numpy as np
 
 from mpidl.backends import memory_plan
 from mpidl.backends.gpu import kernels, launching, program
 from mpidl.backends.gpu.launching import Array
-from mpidl.backends.gpu.program import ROWS, Operation, Program
+from mpidl.backends.gpu.program import ROWS, Program
 
 
 class Planned:
@@ -91,21 +92,14 @@ class Recorder:
 
     # operations other than kernels
 
-    def exchange(self, world, tree, matrix, combine):
-        """Record an exchange of reduction-tree nodes between all ranks; return the root, an Array.
+    def operate(self, operation, arrays):
+        """Record a `program.Operation` that uses `arrays`."""
+        self._step(operation, arrays)
 
-        The rows of `matrix` (nodes, width) are the nodes of this rank. The root is the total and
-        has the shape (width,).
-        """
-        target = launching.empty(matrix.shape[1:], matrix.dtype)
-        step = program.exchange(self.device, world, tree, matrix, combine, target)
-        self._step(step, [matrix, target])
-        return target
-
-    def between(self, mover, source, target):
-        """Record an operation that gathers `source` from all ranks into `target`, GPU to GPU."""
-        step = Operation(lambda device: mover.allgather(source, target), mover.captured)
-        self._step(step, [source, target])
+    def host_array(self, shape, dtype):
+        """Return an array of pinned memory for an operation that copies to or from the host."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self.device.pinned(max(nbytes, 1))[:nbytes].view(dtype).reshape(shape)
 
     def store(self, new, old):
         """Let the next training step read the value of `new` where this step reads `old`."""

@@ -57,6 +57,18 @@ before = x.numpy()
 graph = device.capture(inside)
 assert np.array_equal(x.numpy(), before)
 graph.launch()
+def beside(end):
+    device.aside()
+    start()
+    token = device.back()
+    start()
+    end(token)
+refused(904, device.capture, lambda: beside(lambda token: None))  # nothing waits for the stream
+outside = device.mark()
+refused(905, device.capture, lambda: device.join(outside))
+values[1].value = 300
+device.capture(lambda: beside(device.join)).launch()
+assert not x.numpy().any()
 runtime.free(block)
 refused(1, runtime.free, block)  # twice
 refused(1, runtime.memcpyAsync, block, x.address, 4, 3, stream)
