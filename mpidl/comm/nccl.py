@@ -293,8 +293,11 @@ class MpiMover:
         self.world.wait_for(requests, "nodes of the other ranks' GPUs")
 
     def _buffers(self, messages: Sequence[Any]) -> list[tuple[int, DeviceBytes]]:
-        others = [(rank, array) for rank, array in messages if rank != self.rank]
-        return [(rank, DeviceBytes(array.address, array.nbytes)) for rank, array in others]
+        return [
+            (rank, DeviceBytes(array.address, array.nbytes))
+            for rank, array in messages
+            if rank != self.rank
+        ]
 
 
 class Bytes(NamedTuple):

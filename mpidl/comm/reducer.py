@@ -186,13 +186,13 @@ class Reducer:
             self._gpu_buckets.append((entries, device_sum))
             self._has_started = True
 
-    def _continue(self, when: int) -> bool:
-        """Continue the sums on GPUs that can continue at `when`; return whether there are any.
+    def _continue(self, point: int) -> bool:
+        """Continue the sums on GPUs that can continue at `point`; return whether there are any.
 
         The newest comes first, so that it starts before the host waits for others.
         """
         sums = [device_sum for _, device_sum in reversed(self._gpu_buckets)]
-        due = [s for s in sums if s.when is not None and s.when <= when]
+        due = [s for s in sums if s.point is not None and s.point <= point]
         for device_sum in due:
             device_sum.advance()
         return bool(due)

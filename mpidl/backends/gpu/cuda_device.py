@@ -413,7 +413,8 @@ class CudaDevice:
 
     def aside(self):
         """Run later launches in the stream for sums, after all launches so far, until `back`."""
-        self.runtime.streamWaitEvent(self._sums, self._marked(self.stream, timed=False).event)
+        mark = self._marked(self.stream, timed=False)
+        self.runtime.streamWaitEvent(self._sums, mark.event)
         self.stream = self._sums
 
     def back(self):

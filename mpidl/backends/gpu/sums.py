@@ -109,20 +109,20 @@ class DeviceSum:
     ----------
     root : Array (width,) or None
         The sum, once all operations have been launched or recorded.
-    when : int or None
+    point : int or None
         When to call `advance`: SOON, NEXT or LAST; None if `root` is available.
     """
 
     def __init__(self, steps):
-        self._steps, self.root, self.when = steps, None, None
+        self._steps, self.root, self.point = steps, None, None
         self.advance()
 
     def advance(self):
         """Launch or record further operations."""
         try:
-            self.when = next(self._steps)
+            self.point = next(self._steps)
         except StopIteration as end:
-            self.root, self.when = end.value, None
+            self.root, self.point = end.value, None
 
 
 def start(world, term, nodes, is_awaited):
@@ -269,7 +269,7 @@ def segmented(world, tree, matrix, combine, arrays):
     return root.part(0, (width,))
 
 
-def _transfer(world, messages, arrays, sent, when):
+def _transfer(world, messages, arrays, sent, point):
     """Let messages() start to move `arrays`, and wait until they have arrived.
 
     The operations are launched without a yield if a CUDA graph can contain the messages.
@@ -283,7 +283,7 @@ def _transfer(world, messages, arrays, sent, when):
         state.requests = messages()
 
     yield from _on_host(world, post, arrays, sent)
-    yield when
+    yield point
     wait = Operation(lambda device: mover.wait(state.requests), captured=False)
     sink.operate(wait, arrays)
 

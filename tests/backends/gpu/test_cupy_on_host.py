@@ -29,7 +29,7 @@ handle = device.load(Unit("elementwise"))["zero_words"]
 values = [ctypes.c_void_p(x.address), ctypes.c_longlong(0)]
 places = (ctypes.c_void_p * 2)(*map(ctypes.addressof, values))
 def start(grid=(1, 1, 1), block=(256, 1, 1), shared=0):
-    driver.launchKernel(handle, *grid, *block, shared, stream, ctypes.addressof(places), 0)
+    driver.launchKernel(handle, *grid, *block, shared, device.stream, ctypes.addressof(places), 0)
 start()
 refused(1, start, (0, 1, 1))
 refused(1, start, (1, 65536, 1))

@@ -37,23 +37,23 @@ class CUDARuntimeError(RuntimeError):
 class Capture:
     """A capture of a graph. Streams join it by waiting for an event that was recorded in it.
 
-    `seen` has, for each stream, the number of operations of each stream that precede its next one.
-    `events` has the same for each event.
+    `before` has, for each stream, the number of operations of each stream that precede its next
+    one. `events` has the same for each event.
     """
 
     def __init__(self, stream):
         self.origin, self.thread = stream, threading.get_ident()
-        self.operations, self.seen, self.events = [], {stream: {stream: 0}}, {}
+        self.operations, self.before, self.events = [], {stream: {stream: 0}}, {}
 
     def wait(self, stream, event):
-        seen = self.seen.setdefault(stream, {stream: 0})
+        counts = self.before.setdefault(stream, {stream: 0})
         for other, count in self.events[event].items():
-            seen[other] = max(seen.get(other, 0), count)
+            counts[other] = max(counts.get(other, 0), count)
 
     def is_joined(self):
         """Return whether the first stream waits for all operations of the others."""
-        known = self.seen[self.origin]
-        return all(known.get(other, 0) >= seen[other] for other, seen in self.seen.items())
+        awaited = self.before[self.origin]
+        return all(awaited.get(other, 0) >= counts[other] for other, counts in self.before.items())
 
 
 def check(condition, status, text):
@@ -71,9 +71,9 @@ def outside_capture(name):
 def submit(stream, function, *arguments):
     """Run an operation of a stream, or add it to the graph that the stream captures."""
     check(stream in _streams, INVALID_HANDLE, f"stream {stream} does not exist")
-    if _capture is not None and stream in _capture.seen:
+    if _capture is not None and stream in _capture.before:
         _capture.operations.append((function, arguments))
-        _capture.seen[stream][stream] += 1
+        _capture.before[stream][stream] += 1
     else:
         function(*arguments)
 
@@ -218,7 +218,7 @@ def streamWaitEvent(stream, event, flags=0):
     if _capture is not None and event in _capture.events:
         _capture.wait(stream, event)
     else:
-        is_outside = _capture is None or stream not in _capture.seen
+        is_outside = _capture is None or stream not in _capture.before
         check(is_outside, ISOLATED, "streamWaitEvent for an event outside the graph")
 
 
@@ -231,8 +231,8 @@ def eventCreateWithFlags(flags):
 def eventRecord(event, stream):
     check(event in _events and stream in _streams, INVALID_HANDLE, "eventRecord")
     _events[event] = time.perf_counter()
-    if _capture is not None and stream in _capture.seen:
-        _capture.events[event] = dict(_capture.seen[stream])
+    if _capture is not None and stream in _capture.before:
+        _capture.events[event] = dict(_capture.before[stream])
 
 
 def eventDestroy(event):
