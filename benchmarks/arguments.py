@@ -387,6 +387,8 @@ def _add_gpu(parser, command):
     text = "count the launches, bytes and products of a training step, without a GPU"
     setting = functools.partial(_setting, "--count")
     parser.text("--count", "NETWORK:BATCH", text, nargs="+", type=setting)
+    text = "count the instructions of conv_gemm's main loop, without a GPU"
+    parser.switch("--sass", text)
     text = "with --count: the GPU that the times are forecast for, among "
     names = list(floors.GPU_RATES)
     text += f"{', '.join(names)} (H100)"

@@ -1,6 +1,6 @@
 """`python -m benchmarks gpu`: compare mpidl's step with PyTorch's on one GPU; time the kernels.
 
-With `--count`, the command counts the work of a step instead, without a GPU (see `counts`).
+With `--count` or `--sass`, the command counts instead, without a GPU (see `counts` and `sass`).
 
 mpidl's step and PyTorch's run in separate processes, on the same GPU: one process works while the
 other waits in a read. Each variant is built, timed and freed before the next, so that a network may
@@ -18,7 +18,7 @@ import time
 
 from benchmarks import report as reports
 from benchmarks import subject, torch_step, turns
-from benchmarks.gpu import counts, floors, tables
+from benchmarks.gpu import counts, floors, sass, tables
 from mpidl.backends.discovery import visible
 from mpidl.errors import Fault, UserError
 from mpidl.launcher import environment
@@ -53,6 +53,8 @@ def main(options: argparse.Namespace) -> dict:
     """Run the benchmark and return its results for the JSON file."""
     if options.count:
         return counts.main(options)
+    if options.sass:
+        return sass.main()
     gpus = visible()
     if not gpus.gpus:
         raise UserError(f"bench gpu requires a GPU that mpidl can use: {gpus.reason}")

@@ -320,9 +320,11 @@ extern "C" __global__ void __launch_bounds__(512)
     const double scale = late ? *late * factor : factor;
     const Normalizer of = normalizer(own, classes);
     double all_targets = 0.0;
+#pragma unroll 1  // here and below, full unrolling would spill registers
     for (int c = lane; c < classes; c += LANES_OF_WARP)
         all_targets += smoothed(targets, row, c, smoothing, classes, pixels, near, far);
     all_targets = sum_of_warp(all_targets);
+#pragma unroll 1
     for (int c = lane; c < classes; c += LANES_OF_WARP) {
         const double p = exp(own[c] - of.top) / of.sum;
         const double q = smoothed(targets, row, c, smoothing, classes, pixels, near, far);

@@ -84,18 +84,18 @@ def test_occupancy(registers, shared, threads, expected):
     assert resources.occupancy(entry, threads, shared, "sm_90") == expected
 
 
-def made(name, *values, defines=None):
+def launch_of(name, *values, defines=None):
     return kernels.make(name, 1, 256, values, 0, defines)
 
 
 def test_bytes_of_arrays(device):
     x = array.empty((1000,))
     y = array.empty((1000,))
-    assert launches.bytes_of(made("add_float", x, y, y, 1000)) == (8000, 4000)  # y in place
-    assert launches.bytes_of(made("add_float", x, x, y, 1000)) == (4000, 4000)
+    assert launches.bytes_of(launch_of("add_value", x, y, y, 1000)) == (8000, 4000)  # y in place
+    assert launches.bytes_of(launch_of("add_value", x, x, y, 1000)) == (4000, 4000)
     vectors = [array.empty((6,)), array.empty((6,), "f8"), array.empty((6,))]
-    table = launching.table([[*vectors, 6], [*vectors, 6]])
-    assert launches.bytes_of(made("running", table, 0.5)) == (2 * (24 + 48), 2 * 24)
+    table = launching.table([[*vectors, 6, 0], [*vectors, 6, 0]])
+    assert launches.bytes_of(launch_of("running", table)) == (2 * (24 + 48), 2 * 24)
 
 
 def test_a_gather_counts_the_images_that_it_gathers(device):
@@ -103,7 +103,7 @@ def test_a_gather_counts_the_images_that_it_gathers(device):
     indices = array.empty((32,), np.int32)
     lanes = array.empty_lanes((2, 3, 4, 5, 16))
     numbers = 3, 4, 5, 4, 5, 0, 32, 1
-    gather = made("images_of_bytes", data, indices, *6 * (None,), None, lanes, *numbers)
+    gather = launch_of("images_of_bytes", data, indices, *6 * (None,), None, lanes, *numbers)
     assert launches.bytes_of(gather) == (32 * 60 + 32 * 4, 32 * 60 * 4)
 
 

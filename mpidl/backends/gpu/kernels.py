@@ -53,6 +53,7 @@ class Argument(NamedTuple):
     name: str
     elements: Any = None  # NumPy dtypes
     ctype: Any = None
+    is_const: bool = True  # whether the kernel only reads the array
 
 
 class Launch(NamedTuple):
@@ -114,9 +115,9 @@ def signatures(text):
 
 def _argument(parameter):
     if parameter.is_pointer:
-        if parameter.type == "value":
-            return Argument(parameter.name, VALUES)
-        return Argument(parameter.name, (np.dtype(ELEMENTS[parameter.type]),))
+        is_value = parameter.type == "value"
+        elements = VALUES if is_value else (np.dtype(ELEMENTS[parameter.type]),)
+        return Argument(parameter.name, elements, is_const=parameter.is_const)
     return Argument(parameter.name, ctype=NUMBERS[parameter.type])
 
 

@@ -8,10 +8,14 @@ import pytest
 import resources
 import variants
 
+from benchmarks.gpu import sass
 from mpidl.backends.gpu import kernels, nvrtc
 
 MARGIN = 4  # maximum difference in registers between a kernel and the table
 NEW_TABLE = "PYTHONPATH=.:tests python tests/backends/gpu/resources.py updates the table"
+
+# {precision: (largest number of instructions, number of products) of the main loop of conv_gemm}
+MAIN_LOOP = {"fp32": (480, 96), "tf32": (395, 32)}
 
 SLOW = pytest.mark.slow("gpu")
 
@@ -50,7 +54,7 @@ def test_every_unit_compiles(architecture):
         assert not missing, f"{resources.label(unit)}: {missing} is not in the compiler's log"
 
 
-@pytest.mark.parametrize("architecture", architectures("sm_80", "sm_90"), indirect=True)
+@pytest.mark.parametrize("architecture", architectures(*sass.ARCHITECTURES), indirect=True)
 def test_no_kernel_spills_registers(architecture):
     spilled = [
         f"{resources.label(unit)}: {name}: {entry['spills']} bytes"
@@ -82,6 +86,35 @@ def test_registers_and_memory_match_the_table(architecture):
         if abs(difference) > MARGIN or entry | {"registers": 0} != expected | {"registers": 0}:
             changed.append(f"{name}: expected {expected}, found {entry}")
     assert changed == [], NEW_TABLE
+
+
+SASS = """
+.L_x_0:
+        /*0000*/                   LDSM.16.M88.4 R8, [R2] ;
+.L_x_1:
+        /*0010*/                   HMMA.1688.F32.TF32 R4, R8, R2, R4 ;
+                                   /* 0x000000 */
+        /*0020*/              @P0 BRA `(.L_x_1) ;
+        /*0030*/              @!P1 BRA P2, `(.L_x_0) ;
+        /*0040*/               @P0 BRA `(.L_x_2) ;
+.L_x_2:
+        /*0050*/                   BRA `(.L_x_2);
+"""
+
+
+def test_loops_of_a_disassembly():
+    assert sass.loops(SASS) == [(2, 1), (4, 1)]
+
+
+@pytest.mark.parametrize("architecture", architectures(*sass.ARCHITECTURES), indirect=True)
+@pytest.mark.parametrize("precision", sass.PRECISIONS)
+def test_instructions_of_the_main_loop(architecture, precision):
+    """A step multiplies 8 tiles of 16 x 8 per warp at 4 depths of 8, with 3 TF32 products or 1."""
+    if sass.find() is None:
+        pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
+    loop = sass.main_loop(sass.conv_unit(precision), architecture)
+    most, products = MAIN_LOOP[precision]
+    assert loop.instructions <= most and loop.products == products
 
 
 @functools.cache

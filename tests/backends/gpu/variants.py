@@ -12,7 +12,8 @@ from mpidl.backends.shapes import Geometry, Windows
 from mpidl.core import fold
 from mpidl.core.blocks import LANES
 
-PROCESSORS = {"sm_70": 80, "sm_75": 40, "sm_80": 108, "sm_90": 132}  # V100, T4, A100, H200
+# multiprocessors of V100, T4, A100, RTX A6000, H200 and RTX 5090
+PROCESSORS = {"sm_70": 80, "sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_90": 132, "sm_120": 170}
 STEP = re.compile(r"f\((\w+), (\d), (\d)\)")  # (formula, numbers, arrays) in EACH_STEP
 UNPADDED, PADDED = ((0, 0), (0, 0)), ((1, 1), (1, 1))
 
