@@ -237,6 +237,15 @@ class Rows:
     def arrays(self):
         return [value for row in self.rows for value in row if isinstance(value, Array)]
 
+    @property
+    def buffers(self):
+        return {id(array.buffer) for array in self.arrays}
+
+    @property
+    def computed(self):
+        """The buffers of the results."""
+        return {id(array.buffer) for results in self.results for array in results}
+
     def add(self, rows, results, blocks):
         """Add rows that can use up to `blocks` blocks each."""
         self.rows += rows

@@ -78,11 +78,17 @@ class Recorder:
         _collect(self.early, rows)
 
     def later(self, rows):
-        own = {id(array.buffer) for results in rows.results for array in results}
-        self._settle([array for array in rows.arrays if id(array.buffer) not in own])
+        # A row may wait for a row of another kernel, but not for one that waits for others itself:
+        # so no kernel waits for itself.
+        for key, waiting in list(self.waiting.items()):
+            if _feeds(waiting, rows) and (key == rows.key or self._is_fed(waiting)):
+                self._launch(key)
         _collect(self.waiting, rows)
         if sum(array.nbytes for rows in self.waiting.values() for array in rows.arrays) > WAITING:
             self._settle_all()
+
+    def _is_fed(self, rows):
+        return any(_feeds(waiting, rows) for waiting in self.waiting.values())
 
     def take(self, name, result):
         for key, rows in self.waiting.items():
@@ -99,8 +105,7 @@ class Recorder:
         results = {id(array.buffer) for array in (*read, *written)}
         sources = {id(array.buffer) for array in written}
         for key, rows in list(self.waiting.items()):
-            computed = {id(array.buffer) for results in rows.results for array in results}
-            if computed & results or {id(array.buffer) for array in rows.arrays} & sources:
+            if rows.computed & results or rows.buffers & sources:
                 self._launch(key)
 
     def _settle_all(self):
@@ -108,9 +113,12 @@ class Recorder:
             self._launch(key)
 
     def _launch(self, key):
-        if key in self.waiting:
+        rows = self.waiting.pop(key, None)
+        if rows is not None:
+            self._settle([x for x in rows.arrays if id(x.buffer) not in rows.computed])
             with launching.through(self):
-                self.waiting.pop(key).launch()
+                launch = rows.made()
+            self._step(program.kernel(launch), rows.arrays)
 
     def scalar(self, name, value, dtype):
         value = np.atleast_1d(np.asarray(value, dtype))
@@ -256,6 +264,11 @@ def _collect(collected, rows):
         collected[rows.key].add(rows.rows, rows.results, rows.blocks)
     else:
         collected[rows.key] = rows
+
+
+def _feeds(waiting, rows):
+    """Return whether waiting Rows compute a source of other Rows."""
+    return bool(waiting.computed & (rows.buffers - rows.computed))
 
 
 def _place(array):
