@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import arguments, subject
 from benchmarks.gpu import compiling, counts, floors, launches, resources
-from mpidl.backends.gpu import array, kernels, launching, nvrtc
+from mpidl.backends.gpu import array, kernels, launching, nvrtc, sums
 from mpidl.comm import reducer
 from mpidl.errors import UserError
 
@@ -76,7 +76,8 @@ def test_bytes_that_ranks_send(ranks, monkeypatch, capsys):
     assert sent["gradient_bytes"] == gradients and sent["ranks"] == ranks
     # the gradients of batch normalizations come from the sums of its backward
     ring = 2 * (ranks - 1) / ranks * (gradients - vectors)
-    assert ring <= sent["bytes_sent"] <= 1.001 * ring
+    # all ranks gather the nodes of the last bucket if it is small
+    assert ring <= sent["bytes_sent"] <= ring + (ranks - 1) * sums.GATHERED
     assert sent["share_during_backward"] >= 0.8
     # forward sends means and M2 in float64, backward two sums per channel
     assert sent["statistics_bytes_sent"] == pytest.approx(4 * vectors * (ranks - 1), rel=0.01)
