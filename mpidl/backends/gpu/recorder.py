@@ -23,9 +23,10 @@ import itertools
 import numpy as np
 
 from mpidl.backends import memory_plan
-from mpidl.backends.gpu import kernels, launching, program
+from mpidl.backends.gpu import fold, kernels, launching, program
 from mpidl.backends.gpu.launching import Array
 from mpidl.backends.gpu.program import ROWS, Operation, Program
+from mpidl.core.fold import add
 
 WAITING = 1 << 28  # bytes: limit of the Arrays that launches may keep in memory by waiting
 
@@ -83,8 +84,9 @@ class Recorder:
             if _feeds(waiting, rows) and (key == rows.key or self._is_fed(waiting)):
                 self._launch(key)
         _collect(self.waiting, rows)
-        if sum(array.nbytes for rows in self.waiting.values() for array in rows.arrays) > WAITING:
-            self._settle_all()
+        kept = {k: sum(x.nbytes for x in waiting.arrays) for k, waiting in self.waiting.items()}
+        if sum(kept.values()) > WAITING:
+            self._launch(max(kept, key=lambda key: kept[key]))
 
     def _is_fed(self, rows):
         return any(_feeds(waiting, rows) for waiting in self.waiting.values())
@@ -186,10 +188,11 @@ class Recorder:
 
         `outputs` are the scalars that the host receives after each step, {name: Array () float64}.
         """
+        with launching.through(self):  # program_end folds the sums that wait
+            ends = [fold.leaves_of(array, add) for array in outputs.values()]
         self._settle_all()
         self._store()
-        ends = list(outputs.values())
-        addresses = self.table([[array] for array in ends])
+        table = self.table(ends)
         counter = launching.persistent((2,), np.int32)
         words = max(self.words, 1)
         ring = self.device.pinned(4 * words * ROWS).view(np.int32).reshape(ROWS, words)
@@ -197,8 +200,8 @@ class Recorder:
         numbers = numbers.reshape(ROWS, max(len(ends), 1))
         controls = launching.persistent((words,), np.int32)
         self.controls.address = controls.address
-        arguments = addresses, len(ends), counter, _as_device_array(numbers)
-        self.launch(kernels.make("program_end", 1, 32, arguments))
+        arguments = table, counter, _as_device_array(numbers)
+        self.launch(kernels.make("program_end", len(ends), 256, arguments))
         arguments = _as_device_array(ring), ROWS, words, counter, controls
         begin = kernels.make("program_begin", 1, 256, arguments)
         with launching.through(self):

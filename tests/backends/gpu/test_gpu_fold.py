@@ -6,6 +6,7 @@ from support.recorded import recorded
 
 from mpidl.backends.gpu import array, batchnorm, launching, recorder
 from mpidl.backends.gpu import fold as gpu_fold
+from mpidl.backends.gpu.recorder import Recorder
 from mpidl.core import fold
 
 KINDS = {
@@ -202,6 +203,22 @@ def test_waiting_folds_keep_a_limited_amount_of_memory(device, monkeypatch):
     step = lambda: [gpu_fold.fold_rows(x, [(0, 10)]).row(0) for x in values]  # noqa: E731
     _, names = recorded(device, step)
     assert names.count("fold_float") == 2
+
+
+def test_the_results_of_a_step_are_folded_at_its_end(device):
+    sums = {name: leaves_of("double", count, 1) for name, count in (("a", 45), ("b", 1), ("c", 9))}
+    arrays = {name: array.plain(leaves) for name, leaves in sums.items()}
+    folding = Recorder(device)
+    with launching.through(folding):
+        doubled = gpu_fold.fold_rows(arrays["c"], [(0, 9)]).row(0)
+        doubled = doubled + doubled  # reads a root before the end
+        roots = {k: gpu_fold.fold_rows(x, [(0, len(x))]).row(0) for k, x in arrays.items()}
+        program = folding.finish({**roots, "d": doubled})
+    names = [launch.name for launch in program.launches()]
+    assert names == ["program_begin", "fold_double", "add_double", "program_end"]
+    results = program.results(program.run())
+    totals = {name: float(root_of(leaves, fold.add)[0]) for name, leaves in sums.items()}
+    assert results == {**totals, "d": 2 * totals["c"]}
 
 
 @pytest.mark.parametrize("count", [1, 13, 1500])
