@@ -11,21 +11,22 @@ The Python code of the training step runs once while a `Recorder` is the launch 
   pinned memory, to which the host has written the scalars. The launches that `before_step`
   collected follow.
 - The launches of `later` wait until something needs their results, and go out together.
-- It splits the launches into segments at each exchange of sums through host memory, and captures
-  each segment as one CUDA graph.
+- It splits the launches into segments at each operation of the host, such as the start of a sum in
+  host memory, and captures each segment as one CUDA graph.
 
-A replay allocates no device memory and needs one launch per segment. The host waits only for an
-exchange, or if too many training steps are in progress.
+A replay allocates no device memory and needs one launch per segment. The host waits only for a sum,
+or if too many training steps are in progress.
 """
 
 import itertools
+import math
 
 import numpy as np
 
 from mpidl.backends import memory_plan
 from mpidl.backends.gpu import fold, kernels, launching, program
 from mpidl.backends.gpu.launching import Array
-from mpidl.backends.gpu.program import ROWS, Operation, Program
+from mpidl.backends.gpu.program import ROWS, Program
 from mpidl.core.fold import add
 
 WAITING = 1 << 28  # bytes: limit of the Arrays that launches may keep in memory by waiting
@@ -84,9 +85,9 @@ class Recorder:
             if _feeds(waiting, rows) and (key == rows.key or self._is_fed(waiting)):
                 self._launch(key)
         _collect(self.waiting, rows)
-        kept = {k: sum(x.nbytes for x in waiting.arrays) for k, waiting in self.waiting.items()}
-        if sum(kept.values()) > WAITING:
-            self._launch(max(kept, key=lambda key: kept[key]))
+        sizes = {k: sum(x.nbytes for x in waiting.arrays) for k, waiting in self.waiting.items()}
+        if sum(sizes.values()) > WAITING:
+            self._launch(max(sizes, key=lambda key: sizes[key]))
 
     def _is_fed(self, rows):
         return any(_feeds(waiting, rows) for waiting in self.waiting.values())
@@ -118,7 +119,7 @@ class Recorder:
         if rows is not None:
             self._settle([x for x in rows.arrays if id(x.buffer) not in rows.computed])
             with launching.through(self):
-                launch = rows.made()
+                launch = rows.as_launch()
             self._step(program.kernel(launch), rows.arrays)
 
     def scalar(self, name, value, dtype):
@@ -142,23 +143,15 @@ class Recorder:
 
     # operations other than kernels
 
-    def exchange(self, world, tree, matrix, combine):
-        """Record an exchange of reduction-tree nodes between all ranks; return the root, an Array.
+    def operate(self, operation, arrays):
+        """Record a `program.Operation` that reads or writes `arrays`."""
+        self._settle((), arrays)
+        self._step(operation, arrays)
 
-        The rows of `matrix` (nodes, width) are the nodes of this rank. The root is the total and
-        has the shape (width,).
-        """
-        target = launching.empty(matrix.shape[1:], matrix.dtype)
-        self._settle([matrix])
-        step = program.exchange(self.device, world, tree, matrix, combine, target)
-        self._step(step, [matrix, target])
-        return target
-
-    def between(self, mover, source, target):
-        """Record an operation that gathers `source` from all ranks into `target`, GPU to GPU."""
-        self._settle([source], [target])
-        step = Operation(lambda device: mover.allgather(source, target), mover.captured)
-        self._step(step, [source, target])
+    def host_array(self, shape, dtype):
+        """Return an array of pinned memory for an operation that copies to or from the host."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self.device.pinned(max(nbytes, 1))[:nbytes].view(dtype).reshape(shape)
 
     def store(self, new, old):
         """Let the next training step read the value of `new` where this step reads `old`."""
@@ -205,7 +198,7 @@ class Recorder:
         arguments = _as_device_array(ring), ROWS, words, counter, controls
         begin = kernels.make("program_begin", 1, 256, arguments)
         with launching.through(self):
-            early = [rows.made() for rows in self.early.values()]
+            early = [rows.as_launch() for rows in self.early.values()]
         slab, nbytes = self._plan()
         self.steps[:0] = map(program.kernel, [begin, *early])
         for table in self.tables:

@@ -239,8 +239,8 @@ def test_statistics_and_factors_fold_waiting_sums(device, count):
     eager = [x.numpy() for x in step()]
     replayed, names = recorded(device, step)
     assert names == ["program_begin", "statistics", "batchnorm_factors", "program_end"]
-    for one, other in zip(eager, replayed, strict=True):
-        assert np.isfinite(one).all() and one.tobytes() == other.tobytes()
+    for expected, result in zip(eager, replayed, strict=True):
+        assert np.isfinite(expected).all() and expected.tobytes() == result.tobytes()
     roots = root_of(moments.numpy(), fold.merge_moments), root_of(sums.numpy(), fold.add)
     assert [x.tobytes() for x in replayed[-2:]] == [x.tobytes() for x in roots]
 
