@@ -15,7 +15,7 @@ from mpidl.core.fold import Partial, Term, add, merge_moments
 from mpidl.core.values import OnDevice
 
 THREADS = {"float": 512, "double": 512, "moments": 1024}  # {kind of sum: threads per block}
-MANY = 256  # blocks of threads that keep a GPU busy
+BUSY = 256  # blocks of threads that keep a GPU busy
 LONGEST = 1 << 20  # maximum number of leaves that one thread folds, as in fold.cu
 BLOCKS = 1 << 16  # maximum number of blocks of a mini-batch that `fold_all` accepts
 KINDS = {add: {"f4": "float", "f8": "double"}, merge_moments: {"f8": "moments"}}
@@ -110,7 +110,7 @@ def spread(width, leaves, kind):
     fours = _power(-(-leaves // 4))
     if kind == "moments":
         columns = 4
-        while columns > 1 and 4 * THREADS[kind] < leaves * columns and width <= MANY * columns:
+        while columns > 1 and 4 * THREADS[kind] < leaves * columns and width <= BUSY * columns:
             columns //= 2
         return columns, 4
     narrowest = 512 if width >= 1 << 15 else 32 if width >= 1 << 10 else 8

@@ -237,6 +237,15 @@ class Rows:
     def arrays(self):
         return [value for row in self.rows for value in row if isinstance(value, Array)]
 
+    @property
+    def buffers(self):
+        return {id(array.buffer) for array in self.arrays}
+
+    @property
+    def computed(self):
+        """The buffers of the results."""
+        return {id(array.buffer) for results in self.results for array in results}
+
     def add(self, rows, results, blocks):
         """Add rows that can use up to `blocks` blocks each."""
         self.rows += rows
@@ -244,13 +253,13 @@ class Rows:
         self.blocks = max(self.blocks, blocks)
         return self
 
-    def made(self):
+    def as_launch(self):
         """Return the Launch of all rows."""
         grid = min(self.blocks, -(-32 * device().processors // len(self.rows))), len(self.rows)
         return kernels.make(self.name, grid, self.block, (table(self.rows),), defines=self.defines)
 
     def launch(self):
-        process.sink.launch(self.made())
+        process.sink.launch(self.as_launch())
 
 
 class Eager:
@@ -293,17 +302,11 @@ class Eager:
         self.device.upload(y.address, value)
         return y
 
-    def exchange(self, world, tree, matrix, combine):
-        """Fold the tree nodes of all ranks; return the root (the total) as an Array (width,).
+    def operate(self, operation, arrays):
+        operation.play(self.device)
 
-        The rows of `matrix` (nodes, width) are the nodes of this rank.
-        """
-        nodes = download(matrix).reshape(matrix.shape)
-        return self._uploaded(np.ascontiguousarray(world.exchange(tree, nodes, combine)))
-
-    def between(self, mover, source, target):
-        """Gather the rows of `source` from all ranks into `target`, directly between GPUs."""
-        mover.allgather(source, target)
+    def host_array(self, shape, dtype):
+        return np.empty(shape, dtype)  # allocating pinned memory would wait for the device
 
     def table(self, rows):
         table = Table(rows, None)
@@ -442,6 +445,8 @@ def _fixed(shape, dtype):
 def _uploaded(value):
     y = _fixed(value.shape, value.dtype)
     device().upload(y.address, value)
+    if device().is_aside:
+        device().synchronize()  # kernels in the other stream may read it too
     return y
 
 

@@ -11,21 +11,23 @@ The Python code of the training step runs once while a `Recorder` is the launch 
   pinned memory, to which the host has written the scalars. The launches that `before_step`
   collected follow.
 - The launches of `later` wait until something needs their results, and go out together.
-- It splits the launches into segments at each exchange of sums through host memory, and captures
-  each segment as one CUDA graph.
+- It splits the launches into segments at each operation of the host, such as the start of a sum in
+  host memory, and captures each segment as one CUDA graph.
 
-A replay allocates no device memory and needs one launch per segment. The host waits only for an
-exchange, or if too many training steps are in progress.
+A replay allocates no device memory and needs one launch per segment. The host waits only for a sum,
+or if too many training steps are in progress.
 """
 
 import itertools
+import math
 
 import numpy as np
 
 from mpidl.backends import memory_plan
-from mpidl.backends.gpu import kernels, launching, program
+from mpidl.backends.gpu import fold, kernels, launching, program
 from mpidl.backends.gpu.launching import Array
-from mpidl.backends.gpu.program import ROWS, Operation, Program
+from mpidl.backends.gpu.program import ROWS, Program
+from mpidl.core.fold import add
 
 WAITING = 1 << 28  # bytes: limit of the Arrays that launches may keep in memory by waiting
 
@@ -77,11 +79,18 @@ class Recorder:
         _collect(self.early, rows)
 
     def later(self, rows):
-        own = {id(array.buffer) for results in rows.results for array in results}
-        self._settle([array for array in rows.arrays if id(array.buffer) not in own])
+        # A row may wait for a row of another kernel, but not for one that waits for others itself:
+        # so no kernel waits for itself.
+        for key, waiting in list(self.waiting.items()):
+            if _feeds(waiting, rows) and (key == rows.key or self._is_fed(waiting)):
+                self._launch(key)
         _collect(self.waiting, rows)
-        if sum(array.nbytes for rows in self.waiting.values() for array in rows.arrays) > WAITING:
-            self._settle_all()
+        sizes = {k: sum(x.nbytes for x in waiting.arrays) for k, waiting in self.waiting.items()}
+        if sum(sizes.values()) > WAITING:
+            self._launch(max(sizes, key=lambda key: sizes[key]))
+
+    def _is_fed(self, rows):
+        return any(_feeds(waiting, rows) for waiting in self.waiting.values())
 
     def take(self, name, result):
         for key, rows in self.waiting.items():
@@ -98,8 +107,7 @@ class Recorder:
         results = {id(array.buffer) for array in (*read, *written)}
         sources = {id(array.buffer) for array in written}
         for key, rows in list(self.waiting.items()):
-            computed = {id(array.buffer) for results in rows.results for array in results}
-            if computed & results or {id(array.buffer) for array in rows.arrays} & sources:
+            if rows.computed & results or rows.buffers & sources:
                 self._launch(key)
 
     def _settle_all(self):
@@ -107,9 +115,12 @@ class Recorder:
             self._launch(key)
 
     def _launch(self, key):
-        if key in self.waiting:
+        rows = self.waiting.pop(key, None)
+        if rows is not None:
+            self._settle([x for x in rows.arrays if id(x.buffer) not in rows.computed])
             with launching.through(self):
-                self.waiting.pop(key).launch()
+                launch = rows.as_launch()
+            self._step(program.kernel(launch), rows.arrays)
 
     def scalar(self, name, value, dtype):
         value = np.atleast_1d(np.asarray(value, dtype))
@@ -132,23 +143,15 @@ class Recorder:
 
     # operations other than kernels
 
-    def exchange(self, world, tree, matrix, combine):
-        """Record an exchange of reduction-tree nodes between all ranks; return the root, an Array.
+    def operate(self, operation, arrays):
+        """Record a `program.Operation` that reads or writes `arrays`."""
+        self._settle((), arrays)
+        self._step(operation, arrays)
 
-        The rows of `matrix` (nodes, width) are the nodes of this rank. The root is the total and
-        has the shape (width,).
-        """
-        target = launching.empty(matrix.shape[1:], matrix.dtype)
-        self._settle([matrix])
-        step = program.exchange(self.device, world, tree, matrix, combine, target)
-        self._step(step, [matrix, target])
-        return target
-
-    def between(self, mover, source, target):
-        """Record an operation that gathers `source` from all ranks into `target`, GPU to GPU."""
-        self._settle([source], [target])
-        step = Operation(lambda device: mover.allgather(source, target), mover.captured)
-        self._step(step, [source, target])
+    def host_array(self, shape, dtype):
+        """Return an array of pinned memory for an operation that copies to or from the host."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self.device.pinned(max(nbytes, 1))[:nbytes].view(dtype).reshape(shape)
 
     def store(self, new, old):
         """Let the next training step read the value of `new` where this step reads `old`."""
@@ -178,10 +181,11 @@ class Recorder:
 
         `outputs` are the scalars that the host receives after each step, {name: Array () float64}.
         """
+        with launching.through(self):  # program_end folds the sums that wait
+            ends = [fold.leaves_of(array, add) for array in outputs.values()]
         self._settle_all()
         self._store()
-        ends = list(outputs.values())
-        addresses = self.table([[array] for array in ends])
+        table = self.table(ends)
         counter = launching.persistent((2,), np.int32)
         words = max(self.words, 1)
         ring = self.device.pinned(4 * words * ROWS).view(np.int32).reshape(ROWS, words)
@@ -189,12 +193,12 @@ class Recorder:
         numbers = numbers.reshape(ROWS, max(len(ends), 1))
         controls = launching.persistent((words,), np.int32)
         self.controls.address = controls.address
-        arguments = addresses, len(ends), counter, _as_device_array(numbers)
-        self.launch(kernels.make("program_end", 1, 32, arguments))
+        arguments = table, counter, _as_device_array(numbers)
+        self.launch(kernels.make("program_end", len(ends), 256, arguments))
         arguments = _as_device_array(ring), ROWS, words, counter, controls
         begin = kernels.make("program_begin", 1, 256, arguments)
         with launching.through(self):
-            early = [rows.made() for rows in self.early.values()]
+            early = [rows.as_launch() for rows in self.early.values()]
         slab, nbytes = self._plan()
         self.steps[:0] = map(program.kernel, [begin, *early])
         for table in self.tables:
@@ -263,6 +267,11 @@ def _collect(collected, rows):
         collected[rows.key].add(rows.rows, rows.results, rows.blocks)
     else:
         collected[rows.key] = rows
+
+
+def _feeds(waiting, rows):
+    """Return whether waiting Rows compute a source of other Rows."""
+    return bool(waiting.computed & (rows.buffers - rows.computed))
 
 
 def _place(array):
