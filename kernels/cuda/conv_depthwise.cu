@@ -7,8 +7,7 @@
 // neighbouring channels, then neighbouring pixels, so that caches provide the rows that several
 // taps read. The products of an element are added in the order of the taps.
 //
-// x may be an activation that is computed while x is read (see Source in batchnorm.cu); mean is
-// null if it is not.
+// x may be an activation that is computed while x is read (Source in common.cuh).
 //
 // Definitions: VECTOR is 4 if the channels are a multiple of 4, else 1. CONV_SHAPE (optional) gives
 // the kernel's arguments from `height` on as constants. The weights of a thread, or its sums of
@@ -66,31 +65,23 @@ __device__ __forceinline__ int moved(const Axis& axis, int m, int tap) {
                     : m * axis.stride - axis.before + tap * axis.dilation;
 }
 
-// The channels of a thread in an image, and their normalization if mean is not null.
+// The channels of a thread in images.
 struct Operand {
+    const Source& source;
     const value* x;
-    Vector mean, scale, beta;
-    float low, high;
-    bool normalizes;
+    Norm<VECTOR> norm;
 
-    __device__ __forceinline__ Operand(const value* x, const float* means, const float* scales,
-                                       const float* betas, float low, float high, int channel)
-        : x(x + channel), mean{}, scale{}, beta{}, low(low), high(high), normalizes(means) {
-        if (!means) return;
-        mean = of_channels<VECTOR>(means, channel);
-        scale = of_channels<VECTOR>(scales, channel);
-        beta = of_channels<VECTOR>(betas, channel);
-    }
+    __device__ __forceinline__ Operand(const Source& source, int channel)
+        : source(source), x(source.x + channel), norm(norm_of<VECTOR>(source, channel)) {}
 
     // Returns the numbers of a pixel, or zeros if it is not `inside`.
     __device__ __forceinline__ Vector at(long long offset, bool inside) const {
         Vector v = {};
         if (inside) v = load<VECTOR>(x + offset);
-        if (normalizes && inside)
+        if (source.mean && inside)
 #pragma unroll
             for (int k = 0; k < VECTOR; ++k)
-                v.at[k] = as_stored(
-                    clipped(normalized(v.at[k], mean.at[k], scale.at[k], beta.at[k]), low, high));
+                v.at[k] = as_stored(activated(v.at[k], source, norm, k));
         return v;
     }
 
@@ -200,7 +191,8 @@ conv_depthwise(const value* __restrict__ x, const float* __restrict__ mean,
     if (own.image >= images) return;
     const Axis down = {shape[0], shape[6], shape[8], shape[10], shape[12]};
     const Axis across = {shape[1], shape[7], shape[9], shape[11], shape[13]};
-    const Operand operand(x, mean, scale, beta, low, high, own.channel);
+    const Source source = {x, mean, scale, beta, low, high};
+    const Operand operand(source, own.channel);
     convolve<false>(operand, weight, bias, y, own.image, own.first, min(own.first + tall, P),
                     own.q0, own.channel, C, P, Q, down, across);
 }
@@ -219,7 +211,8 @@ conv_depthwise_dx(const value* __restrict__ dy, const float* __restrict__ weight
     if (own.image >= images) return;
     const Axis down = {shape[3], shape[6], shape[8], shape[10], shape[12]};
     const Axis across = {shape[4], shape[7], shape[9], shape[11], shape[13]};
-    const Operand operand(dy, nullptr, nullptr, nullptr, 0.f, 0.f, own.channel);
+    const Source source = {dy, nullptr, nullptr, nullptr, 0.f, 0.f};
+    const Operand operand(source, own.channel);
     convolve<true>(operand, weight, nullptr, dx, own.image, own.first, min(own.first + tall, H),
                    own.q0, own.channel, C, H, W, down, across);
 }
@@ -251,7 +244,8 @@ conv_depthwise_dweight(const value* __restrict__ dy, const value* __restrict__ x
     const int vector = blockIdx.x % tiles * tile + threadIdx.x % tile, line = threadIdx.x / tile;
     const int channel = vector * VECTOR, strips = (Q + PIXELS - 1) / PIXELS;
     const bool works = vector < vectors && line < lines;
-    const Operand of_x(x, works ? mean : nullptr, scale, beta, low, high, works ? channel : 0);
+    const Source source = {x, mean, scale, beta, low, high};
+    const Operand of_x(source, works ? channel : 0);
     dy += works ? channel : 0;
 
 #pragma unroll 1

@@ -51,8 +51,8 @@ class Layer:
             self.x = Read(self.x, *vectors, *LIMITS)
             by_channel = [v.reshape(-1, 1, 1, 1).astype(np.float64) for v in (mean, scale, beta)]
             values = np.clip((values - by_channel[0]) * by_channel[1] + by_channel[2], *LIMITS)
-        shape = conv.shape_of(image, w.shape, self.geometry)
-        dy = rng.standard_normal((blocks, channels, *shape[3:5], LANES)).astype(np.float32)
+        self.shape = conv.shape_of(image, w.shape, self.geometry)
+        dy = rng.standard_normal((blocks, channels, *self.shape[3:5], LANES)).astype(np.float32)
         self.dy = placed(dy, dtype, offset)
         self.exact = exact_results(
             values, w[:, 0].astype(np.float64), floats(self.dy.numpy()), self.geometry
@@ -60,12 +60,11 @@ class Layer:
 
     def results(self):
         """Return y without a bias, dx and the leaves of the weights' gradient, as Arrays."""
-        arguments = self.x, self.weight, self.geometry
         source = self.x.x if isinstance(self.x, Read) else self.x
         return (
-            conv_depthwise.forward(self.x, self.weight, None, self.geometry),
-            conv_depthwise.dx(self.dy, source, self.weight, self.geometry),
-            conv_depthwise.dweight_leaves(self.dy, *arguments, self.tree)[0],
+            conv_depthwise.forward(self.x, self.weight, None, self.shape),
+            conv_depthwise.dx(self.dy, source, self.weight, self.shape),
+            conv_depthwise.dweight_leaves(self.dy, self.x, self.shape, self.tree)[0],
         )
 
     def errors(self):
@@ -155,7 +154,7 @@ def test_the_division_of_work_does_not_change_a_byte(emulated, monkeypatch):
 
 def test_a_bias_is_added(device):
     layer = Layer("many channels")
-    y = conv_depthwise.forward(layer.x, layer.weight, array.plain(layer.bias), layer.geometry)
+    y = conv_depthwise.forward(layer.x, layer.weight, array.plain(layer.bias), layer.shape)
     expected = layer.exact[0] + layer.bias.reshape(-1, 1, 1, 1)
     assert np.abs(y.numpy() - expected).max() < 1e-5
 
