@@ -1,4 +1,4 @@
-"""Test sums of values on emulated GPUs over the ranks of this session, eager and recorded."""
+"""Test the reducer with values on emulated GPUs over the ranks of this session."""
 
 import contextlib
 
@@ -129,8 +129,8 @@ def test_moments_of_ranks_are_merged_as_on_the_host(world, on_gpus, transport):
         host.push(leaves[block].copy())
     expected = world.gplus(host.partial(leaves.shape[1:], np.float64))
     with on_gpus(transport):
-        own = partial_of_leaves(array.plain(leaves[start:stop]), tree, 1, fold.merge_moments)
-        assert world.gplus(own).numpy().tobytes() == expected.tobytes()
+        partial = partial_of_leaves(array.plain(leaves[start:stop]), tree, 1, fold.merge_moments)
+        assert world.gplus(partial).numpy().tobytes() == expected.tobytes()
 
 
 def no_join(monkeypatch, world):
