@@ -445,6 +445,8 @@ def _fixed(shape, dtype):
 def _uploaded(value):
     y = _fixed(value.shape, value.dtype)
     device().upload(y.address, value)
+    if device().is_aside:
+        device().synchronize()  # kernels in the other stream may read it too
     return y
 
 
