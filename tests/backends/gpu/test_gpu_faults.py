@@ -168,6 +168,13 @@ FAULTS = [
     ),
     Fault(
         family="fold",
+        description="the results of a step are not folded",
+        old="(leaves, row[1], 0, 1, 1,",
+        new="(leaves, 1, 0, 1, 1,",
+        check=fold.test_the_results_of_a_step_are_folded_at_its_end,
+    ),
+    Fault(
+        family="fold",
         description="unequal counts have equal weights",
         old="if (n != m || n > 1 << 26)",
         new="if (n > 1 << 26)",
