@@ -41,8 +41,8 @@ template <int N> __device__ __forceinline__ void add_rows(double (&v)[N], Place 
     }
 }
 
-// The sums of dz and dz * (x - mean) over at most FEW rows. dz is dy if the activation of x is within
-// its limits, else 0.
+// The sums of dz and dz * (x - mean) over at most FEW rows. dz is dy if the activation of x is
+// within its limits, else 0.
 template <int VEC> struct Products {
     float dz[VEC], product[VEC];
 
