@@ -222,9 +222,9 @@ __device__ __forceinline__ typename M::Value fold_by_passes(
   return value;
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(512)
 fold_moments(const long long* __restrict__ table) {
-  __shared__ Moments shared[1024], levels[PASSES][MOST_COLUMNS];
+  __shared__ Moments shared[512], levels[PASSES][MOST_COLUMNS];
   const Fold of(table);
   const int here = threadIdx.x % of.columns;
   for (int from = blockIdx.x * of.columns; from < of.width; from += gridDim.x * of.columns) {

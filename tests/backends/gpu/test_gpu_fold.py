@@ -105,7 +105,7 @@ def test_the_spread_over_threads_does_not_change_a_byte(device, monkeypatch, kin
         spreads = [(256, 4, 1), (512, 8, 1), (64, 4, 4), (256, 256, 64), (128, 32, 16)]
     for threads, *spread in spreads:
         monkeypatch.setattr(gpu_fold, "spread", lambda *_, spread=spread: spread)
-        monkeypatch.setitem(gpu_fold.THREADS, kind, threads)
+        monkeypatch.setattr(gpu_fold, "THREADS", threads)
         nodes = gpu_fold.fold_rows(array.plain(leaves), ranges, combine)
         assert nodes.numpy().tobytes() == expected, spread
 
@@ -118,7 +118,8 @@ def test_sums_of_any_width(device, width):
 
 
 def test_every_spread_covers_its_leaves():
-    for kind, threads in gpu_fold.THREADS.items():
+    threads = gpu_fold.THREADS
+    for kind in KINDS:
         for width in (1, 20, 300, 1 << 10, 1 << 15):
             for leaves in (1, 3, 4, 5, 16, 17, 250, 1000, 1 << 20):
                 columns, chunk = gpu_fold.spread(width, leaves, kind)
