@@ -30,6 +30,7 @@ constexpr int SHAPE[15] = {}, S = 0, STRIDE = 1, LEFT = 0, SPREAD = 0;
 #endif
 // Number of taps whose weights, or their sums, a thread has in registers: all or none.
 constexpr int KEPT = SHAPE[6] * S <= 25 ? SHAPE[6] * S : 0, UNROLL = KEPT ? KEPT : 1;
+constexpr int RESIDENT = KEPT > 9 ? 1 : 2;  // blocks of threads per multiprocessor, without spills
 
 // The pixels of a row that a thread reads, if their number is known and small: from pixel
 // FIRST + q * stride forward, and FIRST + q / stride backward, where q is the thread's first pixel.
@@ -177,7 +178,7 @@ struct Strip {
 
 // y (images, P, Q, C) = cross-correlation of x (images, H, W, C) with the weights, plus bias unless
 // it is null.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv_depthwise(const value* __restrict__ x, const float* __restrict__ mean,
                const float* __restrict__ scale, const float* __restrict__ beta, float low,
                float high, const float* __restrict__ weight, const float* __restrict__ bias,
@@ -199,7 +200,7 @@ conv_depthwise(const value* __restrict__ x, const float* __restrict__ mean,
 
 // dx (images, H, W, C) from dy (images, P, Q, C). A pixel of dx has products only with the pixels
 // of dy that read it.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv_depthwise_dx(const value* __restrict__ dy, const float* __restrict__ weight,
                   value* __restrict__ dx, int images, int tall, int height, int width,
                   int channels, int out_height, int out_width, int filters, int taps_down,
@@ -224,7 +225,7 @@ conv_depthwise_dx(const value* __restrict__ dy, const float* __restrict__ weight
 // vector t % tile, and every THREADS / tile-th strip of PIXELS pixels of dy. The sums of the
 // threads are added in order, so a leaf depends only on its images. Grid: x enumerates (leaf, tile
 // of channels), with the last index fastest.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv_depthwise_dweight(const value* __restrict__ dy, const value* __restrict__ x,
                        const float* __restrict__ mean, const float* __restrict__ scale,
                        const float* __restrict__ beta, float low, float high,
