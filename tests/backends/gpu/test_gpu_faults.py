@@ -58,6 +58,22 @@ FAULTS = [
         arguments=("average_pool2d_dx, 3x3 by 2, padding, pixels of the image",),
     ),
     Fault(
+        family="pool",
+        description="the sums of dx leave out the last rows of a leaf",
+        old="for (int i = 0; i < FEW && row",
+        new="for (int i = 0; i < FEW - 1 && row",
+        check=check_on_gpu,
+        arguments=("max_pool2d_dx, a row of many threads, deferred",),
+    ),
+    Fault(
+        family="pool",
+        description="pixels are not clipped while they are read",
+        old="pool_row<true>({x, mean, scale, beta, low, high}",
+        new="pool_row<true>({x, mean, scale, beta, low, 1e9f}",
+        check=check_on_gpu,
+        arguments=("max_pool2d_dx, 3x3 by 2, padding, deferred",),
+    ),
+    Fault(
         family="pad",
         description="rows begin where columns do",
         old="(int)(row % P) - top",
