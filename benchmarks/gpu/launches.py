@@ -24,7 +24,6 @@ SHAPES = (
     ("P", "Q", "R", "S", "C", "K", "groups"),
     ("out_height", "out_width", "taps_down", "taps_across", "channels", "filters", "groups"),
 )
-GATHERED = "pixels", "table"  # parameters of images.cu that are data sets
 # {kernel: the columns of its Table that it reads, and those that it writes}; the columns of other
 # Tables count as read.
 COLUMNS = {
@@ -32,6 +31,7 @@ COLUMNS = {
     "running": (lambda row: row[:2], lambda row: row[2:3]),
     **{name: (lambda row: row[:1], lambda row: row[1:2]) for name in fold.KERNELS},
     **{name: (lambda row: row[:3], lambda row: row[3:4]) for name in loss.SUMS},
+    "images_gather": (lambda row: [_gathered(row), *row[1:9]], lambda row: row[9:10]),
 }
 
 
@@ -54,6 +54,12 @@ def _arrays(launch):
     return arrays
 
 
+def _gathered(row):
+    """Return the part of a data set that is as large as what a row of images_gather reads."""
+    source, images = row[0], row[18]
+    return source.part(0, (min(len(source), images), *source.shape[1:]))
+
+
 def _images(launch):
     """Return the number of images of the first array per image, or 0 if there is none."""
     return next((a.shape[0] * LANES for a in _arrays(launch) if _is_per_image(a)), 0)
@@ -65,7 +71,7 @@ def _is_per_image(array):
 
 def bytes_of(launch) -> tuple[int, int]:
     """Return the number of bytes that a launch reads, and the number that it writes."""
-    declared, images = _declared(launch.unit.family)[launch.name], _images(launch)
+    declared = _declared(launch.unit.family)[launch.name]
     read, written = {}, {}  # {(address, bytes): bytes}, so that each array counts once
     in_tables = [0, 0]
     for value, parameter in zip(launch.arguments, declared.parameters, strict=True):
@@ -73,11 +79,8 @@ def bytes_of(launch) -> tuple[int, int]:
             sizes = map(sum, zip(*map(_row_counter(launch.name), value.rows), strict=True))
             in_tables = [a + b for a, b in zip(in_tables, sizes, strict=True)]
         elif isinstance(value, launching.Array):
-            nbytes = value.nbytes
-            if parameter.name in GATHERED and launch.unit.family == "images":
-                nbytes = nbytes // len(value) * min(len(value), images)
             side = read if parameter.is_const else written
-            side[value.address, value.nbytes] = nbytes
+            side[value.address, value.nbytes] = value.nbytes
     return sum(read.values()) + in_tables[0], sum(written.values()) + in_tables[1]
 
 
