@@ -9,14 +9,6 @@ constexpr int THREADS = 256;
 // The number of rows that are loaded and summed at once, for parallel loads and short sums.
 constexpr int TOGETHER = 8;
 
-// Loads part of a vector (C,), which need not be aligned to 16 bytes.
-template <int VEC> __device__ __forceinline__ Floats<VEC> each(const float* vector, int channel) {
-  Floats<VEC> v;
-#pragma unroll
-  for (int k = 0; k < VEC; ++k) v.at[k] = vector[channel + k];
-  return v;
-}
-
 struct Place {
   int channel, row, rows;  // first channel; first row; rows that a block processes at once
   bool inside;
@@ -40,16 +32,8 @@ template <int VEC> __device__ __forceinline__ Place place(int channels, int tile
       function<1>(__VA_ARGS__);                                                                    \
   } while (0)
 
-// Formulas for one channel, used by fused and separate kernels, so both kinds give the same bytes.
-__device__ __forceinline__ float normalized(float x, float mean, float scale, float beta) {
-  return fmaf(x - mean, scale, beta);
-}
 __device__ __forceinline__ float rectified(float x) { return x <= 0 ? 0 : x; }  // NaN stays NaN
 __device__ __forceinline__ float gated(float dy, float y) { return y > 0 ? dy : 0; }
-__device__ __forceinline__ float gradient(float dz, float x, float mean, float a, float b,
-                                          float c) {
-  return fmaf(a, dz, fmaf(x - mean, b, c));
-}
 
 // Adds up v over the rows of each column, in an order that depends only on `tile`. Row 0 gets the
 // sum.

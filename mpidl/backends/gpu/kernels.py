@@ -32,6 +32,7 @@ ELEMENTS = {
 }
 # The types of arrays of `value` (common.cuh): for bfloat16, a unit is compiled with BF16 defined.
 VALUES = np.dtype("f4"), BF16
+RESULTS = [*VALUES]  # the types of arrays of `result` (conv_gemm.cu), whatever the other arrays are
 NEEDS = {"conv_dweight": 80, "conv_gemm": 80}  # {family: oldest GPU architecture that can run it}
 
 
@@ -114,8 +115,8 @@ def signatures(text):
 
 def _argument(parameter):
     if parameter.is_pointer:
-        if parameter.type == "value":
-            return Argument(parameter.name, VALUES)
+        if parameter.type in ("value", "result"):
+            return Argument(parameter.name, VALUES if parameter.type == "value" else RESULTS)
         return Argument(parameter.name, (np.dtype(ELEMENTS[parameter.type]),))
     return Argument(parameter.name, ctype=NUMBERS[parameter.type])
 
