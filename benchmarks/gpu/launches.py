@@ -12,10 +12,11 @@ image. The three TF32 products of a float32 product count once. Unused lanes cou
 """
 
 import functools
+import itertools
 import math
 
 from mpidl.backends import declarations
-from mpidl.backends.gpu import kernels, launching
+from mpidl.backends.gpu import fold, kernels, launching
 from mpidl.core.blocks import LANES
 
 # The kernels' names for a convolution's P, Q, R, S, C, K and number of groups.
@@ -29,6 +30,7 @@ GATHERED = "pixels", "table"  # parameters of images.cu that are data sets
 COLUMNS = {
     "optimizer_step": (lambda row: row[1:3] + row[4:], lambda row: row[3:]),
     "running": (lambda row: row[:2], lambda row: row[2:3]),
+    **{f"fold_{kind}": (lambda row: row[:1], lambda row: row[1:2]) for kind in fold.THREADS},
 }
 
 
@@ -102,8 +104,6 @@ def numbers_of(launch) -> dict[str, int]:
 def useful(launch) -> int:
     """Return the multiply-adds of the layer that a launch computes, or 0 for other kernels."""
     numbers, images = numbers_of(launch), _images(launch)
-    if {"outputs", "features"} <= set(numbers):
-        return images * numbers["outputs"] * numbers["features"]
     for names in SHAPES:
         if set(names) <= set(numbers):
             p, q, r, s, c, k, groups = (numbers[name] for name in names)
@@ -120,11 +120,45 @@ def _padded(size, step):
 def _matrix_product(launch):
     """Products of conv_gemm: depth is (r, s, c). Products of conv_dweight: depth is pixels."""
     defines, n = dict(launch.unit.defines), numbers_of(launch)
+    tile, deep = defines["BM"] * defines["BN"], 16 if "BF16" in defines else 8
     if launch.name == "conv_dweight":
-        depth = n["images"] * n["out_height"] * n["out_width"]
-    else:
-        depth = n["taps_down"] * n["taps_across"] * n["channels"] // n["groups"]
-    return math.prod(launch.grid) * defines["BM"] * defines["BN"] * _padded(depth, 32)
+        pixels, images = n["out_height"] * n["out_width"], _images(launch)
+        leaves = images // n["images"]
+        tiles = _tiles(n["taps_down"] * n["taps_across"] * n["channels"] // n["groups"], "BM", defines)
+        tiles *= _tiles(n["filters"] // n["groups"], "BN", defines) * n["groups"]
+        return leaves * tiles * tile * _padded(n["images"] * pixels, deep)
+    across = _tiles(n["filters"] // n["groups"], "BN", defines) * n["groups"]
+    return across * tile * sum(
+        rows * _padded(taps * n["channels"] // n["groups"], deep)
+        for rows, taps in _classes(n, defines)
+    )
+
+
+def _tiles(size, side, defines):
+    return -(-size // defines[side])
+
+
+def _classes(n, defines):
+    """Yield (tiles, taps) of each class of pixels with the same taps in conv_gemm."""
+    is_backward = defines["BACKWARD"]
+    axes = [
+        [
+            (-(-(n[f"out_{size}"] - i) // step), _taps(n[f"taps_{way}"], i + before, step, dilation))
+            for i in range(step)
+        ]
+        if is_backward
+        else [(n[f"out_{size}"], n[f"taps_{way}"])]
+        for size, way, step, before, dilation in (
+            ("height", "down", n["stride_down"], n["top"], n["dilation_down"]),
+            ("width", "across", n["stride_across"], n["left"], n["dilation_across"]),
+        )
+    ]
+    for (p, r), (q, s) in itertools.product(*axes):
+        yield _tiles(n["images"] * p * q + n["skipped"], "BM", defines), r * s
+
+
+def _taps(all_taps, place, step, dilation):
+    return sum((place - tap * dilation) % step == 0 for tap in range(all_taps))
 
 
 def _direct(launch):
@@ -137,23 +171,8 @@ def _direct(launch):
     return math.prod(launch.grid) * 64 * 32 * _padded(depth, 32)
 
 
-def _dense(launch):
-    """Products of dense.cu, whose tiles have 16 or 64 outputs and 32, 64 or 128 other rows."""
-    n = numbers_of(launch)
-    if "outputs" not in n or "features" not in n:
-        return 0  # dense_chunks
-    images, outputs = _images(launch), n["outputs"]
-    outputs = _padded(outputs, 16 if launch.name.endswith("few") else 64)
-    features = n["features"]
-    if launch.name.startswith("dense_d"):
-        features = _padded(features, 32 if launch.name.endswith("long") else 64)
-    if "dweight" not in launch.name:
-        images = _padded(images, 128 if launch.name.endswith("large") else 64)
-    return images * outputs * features
-
-
+# {family: function of a launch that counts the products}
 ISSUED = {"conv_gemm": _matrix_product, "conv_dweight": _matrix_product, "conv_direct": _direct}
-ISSUED["dense"] = _dense  # {family: function of a launch that counts the products}
 
 
 def issued(launch) -> int:
@@ -170,4 +189,4 @@ def unit_of_products(launch) -> str:
     defines = dict(launch.unit.defines)
     if launch.unit.family not in ("conv_gemm", "conv_dweight"):
         return "fma"
-    return "bf16" if "BF16" in defines else {3: "fp32", 1: "tf32"}[defines["PRECISION"]]
+    return "bf16" if "BF16" in defines else {3: "fp32", 1: "tf32"}[defines["TERMS"]]

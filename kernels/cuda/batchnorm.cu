@@ -8,6 +8,10 @@
 constexpr int THREADS = 256;
 // The number of rows that are loaded and summed at once, for parallel loads and short sums.
 constexpr int TOGETHER = 8;
+<<<<<<< HEAD
+=======
+constexpr int FEW = TOGETHER / 2;  // the same if each row is read from several arrays
+>>>>>>> main
 
 struct Place {
   int channel, row, rows;  // first channel; first row; rows that a block processes at once
@@ -32,8 +36,44 @@ template <int VEC> __device__ __forceinline__ Place place(int channels, int tile
       function<1>(__VA_ARGS__);                                                                    \
   } while (0)
 
+<<<<<<< HEAD
 __device__ __forceinline__ float rectified(float x) { return x <= 0 ? 0 : x; }  // NaN stays NaN
 __device__ __forceinline__ float gated(float dy, float y) { return y > 0 ? dy : 0; }
+=======
+// The operand of a kernel: x or, if `mean` is not null, an activation that is computed while x is
+// read. Without `scale`, only the mean is subtracted.
+struct Source {
+  const value* x;
+  const float *mean, *scale, *beta;
+  float low, high;
+};
+
+// The normalization of a thread's channels; zeros if there is none.
+template <int VEC> struct Norm {
+  Floats<VEC> mean, scale, beta;
+};
+
+template <int VEC> __device__ __forceinline__ Norm<VEC> norm_of(const Source& s, int channel) {
+  Norm<VEC> norm = {};
+  if (s.mean) norm.mean = of_channels<VEC>(s.mean, channel);
+  if (s.scale) {
+    norm.scale = of_channels<VEC>(s.scale, channel);
+    norm.beta = of_channels<VEC>(s.beta, channel);
+  }
+  return norm;
+}
+
+template <int VEC>
+__device__ __forceinline__ float normalized(float x, const Norm<VEC>& norm, int k) {
+  return normalized(x, norm.mean.at[k], norm.scale.at[k], norm.beta.at[k]);
+}
+
+__device__ __forceinline__ float rectified(float x) { return x <= 0 ? 0 : x; }  // NaN stays NaN
+__device__ __forceinline__ float gradient(float dz, float x, float mean, float a, float b,
+                                          float c) {
+  return fmaf(a, dz, fmaf(x - mean, b, c));
+}
+>>>>>>> main
 
 // Adds up v over the rows of each column, in an order that depends only on `tile`. Row 0 gets the
 // sum.
@@ -54,7 +94,7 @@ template <int N> __device__ __forceinline__ void add_rows(double (&v)[N], Place 
 
 // Computes leaf (partial sum) blockIdx.x: the sum of n rows, rounded to float32.
 template <int VEC>
-__device__ __forceinline__ void leaf_sums(const float* x, float* leaves, int n, int channels,
+__device__ __forceinline__ void leaf_sums(const value* x, float* leaves, int n, int channels,
                                           int tile) {
   const Place p = place<VEC>(channels, tile);
   float sum[VEC] = {};
@@ -85,7 +125,7 @@ __device__ __forceinline__ void leaf_sums(const float* x, float* leaves, int n, 
 
 // leaves (leaves, C): each leaf is the sum of x over `images` images of `pixels` rows.
 extern "C" __global__ void __launch_bounds__(256)
-channel_sums(const float* __restrict__ x, float* __restrict__ leaves, int images, int pixels,
+channel_sums(const value* __restrict__ x, float* __restrict__ leaves, int images, int pixels,
              int channels, int tile) {
   BY_WIDTH(leaf_sums, x, leaves, images * pixels, channels, tile);
 }
@@ -98,7 +138,7 @@ channel_sums(const float* __restrict__ x, float* __restrict__ leaves, int images
 // formula merges the results. The subtracted row belongs to the leaf, so cancellation in the final
 // sums in double precision loses at most a factor of n.
 template <int VEC>
-__device__ __forceinline__ void leaf_moments(const float* x, double* leaves, int n, int all,
+__device__ __forceinline__ void leaf_moments(const value* x, double* leaves, int n, int all,
                                              int channels, int tile) {
   const Place p = place<VEC>(channels, tile);
   float origin[VEC] = {}, mean[VEC] = {}, m2[VEC] = {}, count = 0;
@@ -151,28 +191,34 @@ __device__ __forceinline__ void leaf_moments(const float* x, double* leaves, int
 
 // leaves (leaves, 1 + 2C): each leaf is (count, mean, M2) over the valid images of `images`.
 extern "C" __global__ void __launch_bounds__(256)
-moments(const float* __restrict__ x, const int* __restrict__ valid, double* __restrict__ leaves,
+moments(const value* __restrict__ x, const int* __restrict__ valid, double* __restrict__ leaves,
         int images, int pixels, int channels, int tile) {
   const long long before = (long long)blockIdx.x * images;
   const int here = (int)min((long long)images, max(0ll, valid[0] - before));
   BY_WIDTH(leaf_moments, x, leaves, here * pixels, images * pixels, channels, tile);
 }
 
-// Computes leaf blockIdx.x: [sum of dz, sum of dz * (x - mean)] over n rows. If scale is null, dz
-// is dy. Otherwise dz is dy if the activation is > 0, else 0.
+// Writes the leaves of a sum of dz and of dz * (x - mean), added up over the rows of the block.
 template <int VEC>
-__device__ __forceinline__ void leaf_products(const float* dy, const float* x, const float* mean,
-                                              const float* scale, const float* beta,
-                                              double* leaves, int n, int channels, int tile) {
+__device__ __forceinline__ void write_leaves(double* leaves, const double* sums,
+                                             const double* products, int channel, int channels) {
+  leaves += blockIdx.x * 2 * (long long)channels + channel;
+#pragma unroll
+  for (int k = 0; k < VEC; ++k) leaves[k] = sums[k], leaves[channels + k] = products[k];
+}
+
+// Computes leaf blockIdx.x: [sum of dz, sum of dz * (x - mean)] over n rows. If scale is null, dz
+// is dy. Otherwise dz is dy if the activation is within its limits, else 0.
+template <int VEC>
+__device__ __forceinline__ void leaf_products(const value* dy, Source source, double* leaves, int n,
+                                              int channels, int tile) {
   const Place p = place<VEC>(channels, tile);
   float sum[2 * VEC] = {};
   if (p.inside) {
-    const Floats<VEC> m = each<VEC>(mean, p.channel);
-    Floats<VEC> s = {}, t = {};
-    if (scale) s = each<VEC>(scale, p.channel), t = each<VEC>(beta, p.channel);
+    const Norm<VEC> norm = norm_of<VEC>(source, p.channel);
     const long long at = (long long)blockIdx.x * n * channels + p.channel;
-    dy += at, x += at;
-    constexpr int FEW = TOGETHER / 2;  // half as many rows, because rows of two arrays are loaded
+    const value* x = source.x + at;
+    dy += at;
     for (int row = p.row; row < n; row += FEW * p.rows) {
       Floats<VEC> g[FEW] = {}, v[FEW] = {};
 #pragma unroll
@@ -187,10 +233,11 @@ __device__ __forceinline__ void leaf_products(const float* dy, const float* x, c
         float some = 0, product = 0;
 #pragma unroll
         for (int i = 0; i < FEW; ++i) {
-          const float y = normalized(v[i].at[k], m.at[k], s.at[k], t.at[k]);
-          const float dz = scale ? gated(g[i].at[k], y) : g[i].at[k];
+          const float y = normalized(v[i].at[k], norm, k);
+          const float dz =
+              source.scale ? gated(g[i].at[k], y, source.low, source.high) : g[i].at[k];
           some += dz;
-          product = fmaf(dz, v[i].at[k] - m.at[k], product);
+          product = fmaf(dz, v[i].at[k] - norm.mean.at[k], product);
         }
         sum[k] += some;
         sum[VEC + k] += product;
@@ -201,33 +248,28 @@ __device__ __forceinline__ void leaf_products(const float* dy, const float* x, c
 #pragma unroll
   for (int k = 0; k < 2 * VEC; ++k) total[k] = sum[k];
   add_rows(total, p, tile);
-  if (!p.inside || p.row != 0) return;
-  leaves += blockIdx.x * 2 * (long long)channels;
-  for (int k = 0; k < VEC; ++k) {
-    leaves[p.channel + k] = total[k];
-    leaves[channels + p.channel + k] = total[VEC + k];
-  }
+  if (p.inside && p.row == 0) write_leaves<VEC>(leaves, total, total + VEC, p.channel, channels);
 }
 
 // leaves (leaves, 2C): sums over `images` images each; see leaf_products. scale and beta may be
 // null.
 extern "C" __global__ void __launch_bounds__(256)
-batchnorm_sums(const float* __restrict__ dy, const float* __restrict__ x,
+batchnorm_sums(const value* __restrict__ dy, const value* __restrict__ x,
                const float* __restrict__ mean, const float* __restrict__ scale,
-               const float* __restrict__ beta, double* __restrict__ leaves, int images, int pixels,
-               int channels, int tile) {
-  BY_WIDTH(leaf_products, dy, x, mean, scale, beta, leaves, images * pixels, channels, tile);
+               const float* __restrict__ beta, float low, float high, double* __restrict__ leaves,
+               int images, int pixels, int channels, int tile) {
+  const Source source = {x, mean, scale, beta, low, high};
+  BY_WIDTH(leaf_products, dy, source, leaves, images * pixels, channels, tile);
 }
 
 template <int VEC>
-__device__ __forceinline__ void normalize(const float* x, const float* mean, const float* scale,
-                                          const float* beta, float* y, int relu, long long n,
-                                          int channels, int tile) {
+__device__ __forceinline__ void normalize(Source source, value* y, long long n, int channels,
+                                          int tile) {
   const Place p = place<VEC>(channels, tile);
   if (!p.inside) return;
-  const Floats<VEC> m = each<VEC>(mean, p.channel), s = each<VEC>(scale, p.channel),
-                    t = each<VEC>(beta, p.channel);
-  x += p.channel, y += p.channel;
+  const Norm<VEC> norm = norm_of<VEC>(source, p.channel);
+  const value* x = source.x + p.channel;
+  y += p.channel;
   const long long step = (long long)gridDim.x * p.rows;
   for (long long row = (long long)blockIdx.x * p.rows + p.row; row < n; row += 4 * step) {
     Floats<VEC> v[4];
@@ -238,36 +280,34 @@ __device__ __forceinline__ void normalize(const float* x, const float* mean, con
     for (int i = 0; i < 4; ++i)
       if (row + i * step < n) {
 #pragma unroll
-        for (int k = 0; k < VEC; ++k) {
-          const float z = normalized(v[i].at[k], m.at[k], s.at[k], t.at[k]);
-          v[i].at[k] = relu ? rectified(z) : z;
-        }
+        for (int k = 0; k < VEC; ++k)
+          v[i].at[k] = clipped(normalized(v[i].at[k], norm, k), source.low, source.high);
         store<VEC>(y + (row + i * step) * channels, v[i]);
       }
   }
 }
 
-// y = (x - mean) * scale + beta for n rows, or its ReLU if `relu`.
+// y = (x - mean) * scale + beta for n rows, limited to [low, high].
 extern "C" __global__ void __launch_bounds__(256)
-batchnorm(const float* __restrict__ x, const float* __restrict__ mean,
-          const float* __restrict__ scale, const float* __restrict__ beta, float* __restrict__ y,
-          int relu, long long n, int channels, int tile) {
-  BY_WIDTH(normalize, x, mean, scale, beta, y, relu, n, channels, tile);
+batchnorm(const value* __restrict__ x, const float* __restrict__ mean,
+          const float* __restrict__ scale, const float* __restrict__ beta, float low, float high,
+          value* __restrict__ y, long long n, int channels, int tile) {
+  const Source source = {x, mean, scale, beta, low, high};
+  BY_WIDTH(normalize, source, y, n, channels, tile);
 }
 
 template <int VEC>
-__device__ __forceinline__ void normalize_back(const float* dy, const float* x, const float* mean,
-                                               const float* scale, const float* beta,
-                                               const float* a, const float* b, const float* c,
-                                               float* dx, long long used, long long n,
-                                               int channels, int tile) {
+__device__ __forceinline__ void normalize_back(const value* dy, Source source, const float* a,
+                                               const float* b, const float* c, value* dx,
+                                               long long used, long long n, int channels,
+                                               int tile) {
   const Place p = place<VEC>(channels, tile);
   if (!p.inside) return;
-  const Floats<VEC> m = each<VEC>(mean, p.channel), fa = each<VEC>(a, p.channel),
-                    fb = each<VEC>(b, p.channel), fc = each<VEC>(c, p.channel);
-  Floats<VEC> s = {}, t = {};
-  if (scale) s = each<VEC>(scale, p.channel), t = each<VEC>(beta, p.channel);
-  dy += p.channel, x += p.channel, dx += p.channel;
+  const Floats<VEC> fa = of_channels<VEC>(a, p.channel), fb = of_channels<VEC>(b, p.channel),
+                    fc = of_channels<VEC>(c, p.channel);
+  const Norm<VEC> norm = norm_of<VEC>(source, p.channel);
+  const value* x = source.x + p.channel;
+  dy += p.channel, dx += p.channel;
   const long long step = (long long)gridDim.x * p.rows;
   for (long long row = (long long)blockIdx.x * p.rows + p.row; row < n; row += 4 * step) {
     Floats<VEC> g[4], v[4];
@@ -284,9 +324,11 @@ __device__ __forceinline__ void normalize_back(const float* dy, const float* x, 
       if (row + i * step < used) {
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
-          const float y = normalized(v[i].at[k], m.at[k], s.at[k], t.at[k]);
-          const float dz = scale ? gated(g[i].at[k], y) : g[i].at[k];
-          out.at[k] = gradient(dz, v[i].at[k], m.at[k], fa.at[k], fb.at[k], fc.at[k]);
+          const float y = normalized(v[i].at[k], norm, k);
+          const float dz =
+              source.scale ? gated(g[i].at[k], y, source.low, source.high) : g[i].at[k];
+          out.at[k] =
+              gradient(dz, v[i].at[k], norm.mean.at[k], fa.at[k], fb.at[k], fc.at[k]);
         }
       }
       store<VEC>(dx + (row + i * step) * channels, out);
@@ -297,84 +339,162 @@ __device__ __forceinline__ void normalize_back(const float* dy, const float* x, 
 // dx = a * dz + b * (x - mean) + c for n rows, with dz as in leaf_products. dx is 0 for unused
 // images (from image *valid on). dx may be dy.
 extern "C" __global__ void __launch_bounds__(256)
-batchnorm_dx(const float* dy, const float* __restrict__ x, const float* __restrict__ mean,
-             const float* __restrict__ scale, const float* __restrict__ beta,
+batchnorm_dx(const value* dy, const value* __restrict__ x, const float* __restrict__ mean,
+             const float* __restrict__ scale, const float* __restrict__ beta, float low, float high,
              const float* __restrict__ a, const float* __restrict__ b, const float* __restrict__ c,
-             const int* __restrict__ valid, float* dx, int pixels, long long n, int channels,
+             const int* __restrict__ valid, value* dx, int pixels, long long n, int channels,
              int tile) {
   const long long used = min(n, (long long)valid[0] * pixels);
-  BY_WIDTH(normalize_back, dy, x, mean, scale, beta, a, b, c, dx, used, n, channels, tile);
+  const Source source = {x, mean, scale, beta, low, high};
+  BY_WIDTH(normalize_back, dy, source, a, b, c, dx, used, n, channels, tile);
 }
 
-// ReLU and its gradient, four elements at a time, because sizes are multiples of 16 floats.
-extern "C" __global__ void __launch_bounds__(256)
-relu(const float* __restrict__ x, float* __restrict__ y, long long n) {
-  const long long step = (long long)gridDim.x * THREADS;
-  for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; 4 * i < n; i += step) {
-    Floats<4> v = load<4>(x + 4 * i);
+// Sums of two values. `positive` (a byte for each four channels of a pixel, or null) has a bit for
+// each element of the sum: whether ReLU keeps it. The gradient reads these bits instead of the sum.
+
+template <int VEC>
+__device__ __forceinline__ float addend(float x, const Source& source, const Norm<VEC>& norm,
+                                        int k) {
+  return source.mean ? clipped(normalized(x, norm, k), source.low, source.high) : x;
+}
+
+template <int VEC>
+__device__ __forceinline__ void add_rows_of(Source a, Source b, value* y, unsigned char* positive,
+                                            int relu, long long n, int channels, int tile) {
+  const Place p = place<VEC>(channels, tile);
+  if (!p.inside) return;
+  const Norm<VEC> of_a = norm_of<VEC>(a, p.channel), of_b = norm_of<VEC>(b, p.channel);
+  const long long step = (long long)gridDim.x * p.rows;
+  for (long long row = (long long)blockIdx.x * p.rows + p.row; row < n; row += 4 * step) {
+    Floats<VEC> v[4], w[4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) v.at[k] = rectified(v.at[k]);
-    store<4>(y + 4 * i, v);
+    for (int i = 0; i < 4; ++i)
+      if (row + i * step < n) {
+        const long long at = (row + i * step) * channels + p.channel;
+        v[i] = load<VEC>(a.x + at);
+        w[i] = load<VEC>(b.x + at);
+      }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (row + i * step >= n) continue;
+      const long long at = (row + i * step) * channels + p.channel;
+      int bits = 0;
+#pragma unroll
+      for (int k = 0; k < VEC; ++k) {
+        const float sum = addend(v[i].at[k], a, of_a, k) + addend(w[i].at[k], b, of_b, k);
+        v[i].at[k] = relu ? rectified(sum) : sum;
+        bits |= (as_stored(v[i].at[k]) > 0) << k;
+      }
+      store<VEC>(y + at, v[i]);
+      if (positive) positive[at / 4] = (unsigned char)bits;
+    }
   }
 }
 
+// y = a + b for n rows, or its ReLU if `relu`. Each operand is normalized if its mean is not null.
 extern "C" __global__ void __launch_bounds__(256)
-relu_dx(const float* __restrict__ dy, const float* __restrict__ y, float* __restrict__ dx,
+add_values(const value* __restrict__ a, const float* __restrict__ a_mean,
+           const float* __restrict__ a_scale, const float* __restrict__ a_beta, float a_low,
+           float a_high, const value* __restrict__ b, const float* __restrict__ b_mean,
+           const float* __restrict__ b_scale, const float* __restrict__ b_beta, float b_low,
+           float b_high, value* __restrict__ y, unsigned char* __restrict__ positive, int relu,
+           long long n, int channels, int tile) {
+  const Source of_a = {a, a_mean, a_scale, a_beta, a_low, a_high};
+  const Source of_b = {b, b_mean, b_scale, b_beta, b_low, b_high};
+  BY_WIDTH(add_rows_of, of_a, of_b, y, positive, relu, n, channels, tile);
+}
+
+// The gradient of the sum, dz, for the n rows of leaf blockIdx.x, and this leaf of the sums of dz
+// and of dz * (x - mean) for the normalization of each operand, unless its leaves are null. dz is
+// dy + more_dy (which may be null) where y > 0 or, if y is null, where the bit of `positive` is 1.
+// The sums have the bytes of `batchnorm_sums`.
+template <int VEC>
+__device__ __forceinline__ void add_relu_back(const value* dy, const value* more_dy, const value* y,
+                                              const unsigned char* positive, value* dz, Source a,
+                                              double* a_leaves, Source b, double* b_leaves, int n,
+                                              int channels, int tile) {
+  const Place p = place<VEC>(channels, tile);
+  float sum[3 * VEC] = {};  // of dz, of dz * (a - mean of a), of dz * (b - mean of b)
+  if (p.inside) {
+    const Norm<VEC> of_a = norm_of<VEC>(a, p.channel), of_b = norm_of<VEC>(b, p.channel);
+    const long long first = (long long)blockIdx.x * n * channels + p.channel;
+    for (int row = p.row; row < n; row += FEW * p.rows) {
+      Floats<VEC> g[FEW] = {}, v[FEW] = {}, w[FEW] = {};
+#pragma unroll
+      for (int i = 0; i < FEW; ++i) {
+        if (row + i * p.rows >= n) continue;
+        const long long at = first + (long long)(row + i * p.rows) * channels;
+        Floats<VEC> more = {}, of_y = {};
+        g[i] = load<VEC>(dy + at);
+        if (more_dy) more = load<VEC>(more_dy + at);
+        if (y) of_y = load<VEC>(y + at);
+        if (a.x) v[i] = load<VEC>(a.x + at);
+        if (b.x) w[i] = load<VEC>(b.x + at);
+        const int bits = y ? 0 : positive[at / 4];
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) {
+          const float both = more_dy ? g[i].at[k] + more.at[k] : g[i].at[k];
+          g[i].at[k] = (y ? of_y.at[k] > 0 : bits >> k & 1) ? as_stored(both) : 0.f;
+        }
+        store<VEC>(dz + at, g[i]);
+      }
+#pragma unroll
+      for (int k = 0; k < VEC; ++k) {
+        float some = 0, with_a = 0, with_b = 0;
+#pragma unroll
+        for (int i = 0; i < FEW; ++i) {
+          some += g[i].at[k];
+          with_a = fmaf(g[i].at[k], v[i].at[k] - of_a.mean.at[k], with_a);
+          with_b = fmaf(g[i].at[k], w[i].at[k] - of_b.mean.at[k], with_b);
+        }
+        sum[k] += some, sum[VEC + k] += with_a, sum[2 * VEC + k] += with_b;
+      }
+    }
+  }
+  if (!a_leaves && !b_leaves) return;
+  double total[3 * VEC];
+#pragma unroll
+  for (int k = 0; k < 3 * VEC; ++k) total[k] = sum[k];
+  add_rows(total, p, tile);
+  if (!p.inside || p.row != 0) return;
+  if (a_leaves) write_leaves<VEC>(a_leaves, total, total + VEC, p.channel, channels);
+  if (b_leaves) write_leaves<VEC>(b_leaves, total, total + 2 * VEC, p.channel, channels);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+add_relu_dx(const value* __restrict__ dy, const value* __restrict__ more_dy,
+            const value* __restrict__ y, const unsigned char* __restrict__ positive,
+            value* __restrict__ dz, const value* __restrict__ a, const float* __restrict__ a_mean,
+            double* __restrict__ a_leaves, const value* __restrict__ b,
+            const float* __restrict__ b_mean, double* __restrict__ b_leaves, int images, int pixels,
+            int channels, int tile) {
+  const Source of_a = {a, a_mean}, of_b = {b, b_mean};
+  BY_WIDTH(add_relu_back, dy, more_dy, y, positive, dz, of_a, a_leaves, of_b, b_leaves,
+           images * pixels, channels, tile);
+}
+
+// ReLU and its gradient. Sizes are multiples of 16.
+extern "C" __global__ void __launch_bounds__(256)
+relu(const value* __restrict__ x, value* __restrict__ y, long long n) {
+  each_four(x, y, n, [](float v) { return rectified(v); });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+relu_dx(const value* __restrict__ dy, const value* __restrict__ y, value* __restrict__ dx,
         long long n) {
-  const long long step = (long long)gridDim.x * THREADS;
-  for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; 4 * i < n; i += step) {
-    Floats<4> g = load<4>(dy + 4 * i);
-    const Floats<4> v = load<4>(y + 4 * i);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) g.at[k] = gated(g.at[k], v.at[k]);
-    store<4>(dx + 4 * i, g);
-  }
-}
-
-// Computes the statistics from the folded moments [count, mean, M2], with one thread per channel.
-// All results are finite even if there are no images.
-extern "C" __global__ void __launch_bounds__(128)
-statistics(const double* __restrict__ folded, const float* __restrict__ gamma, double epsilon,
-           double* __restrict__ count, double* __restrict__ mean, double* __restrict__ rstd,
-           double* __restrict__ variance, float* __restrict__ shift, float* __restrict__ scale,
-           int channels) {
-  const int c = blockIdx.x * blockDim.x + threadIdx.x;
-  if (c >= channels) return;
-  const double images = fmax(folded[0], 1.0), about = folded[1 + c];
-  const double spread = folded[1 + channels + c] / images, r = 1.0 / sqrt(spread + epsilon);
-  if (c == 0) count[0] = images;
-  mean[c] = about;
-  rstd[c] = r;
-  variance[c] = spread;
-  shift[c] = (float)about;
-  scale[c] = (float)(gamma[c] * r);
-}
-
-// Computes the factors of dx, dgamma and dbeta from the folded [sum of dy, sum of dy * (x - mean)].
-extern "C" __global__ void __launch_bounds__(128)
-batchnorm_factors(const double* __restrict__ sums, const float* __restrict__ gamma,
-                  const double* __restrict__ count, const double* __restrict__ rstd,
-                  float* __restrict__ a, float* __restrict__ b, float* __restrict__ c,
-                  float* __restrict__ dgamma, float* __restrict__ dbeta, int channels) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= channels) return;
-  const double sum = sums[i], product = sums[channels + i], r = rstd[i], factor = gamma[i] * r;
-  a[i] = (float)factor;
-  b[i] = (float)(-factor * r * r * product / count[0]);
-  c[i] = (float)(-factor * sum / count[0]);
-  dgamma[i] = (float)(product * r);
-  dbeta[i] = (float)sum;
+  each_four(dy, y, dx, n, [](float g, float v) { return v > 0 ? g : 0; });
 }
 
 // new = old + decay * (value - old). Row blockIdx.y of `table` has the addresses of old (float32),
-// value (float64) and new (float32), and their length.
+// value (float64) and new (float32), their length, and the bits of decay.
 extern "C" __global__ void __launch_bounds__(128)
-running(const long long* __restrict__ table, double decay) {
-  const long long* row = table + 4 * blockIdx.y;
+running(const long long* __restrict__ table) {
+  const long long* row = table + 5 * blockIdx.y;
   const float* olds = reinterpret_cast<const float*>(row[0]);
   const double* values = reinterpret_cast<const double*>(row[1]);
   float* news = reinterpret_cast<float*>(row[2]);
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < row[3]; i += gridDim.x * blockDim.x) {
+  const double decay = __longlong_as_double(row[4]);
+  EACH_INDEX(i, row[3]) {
     const double old = olds[i];
     news[i] = (float)(old + decay * (values[i] - old));
   }

@@ -117,6 +117,31 @@ template <int N> __device__ __forceinline__ void store(value* x, Floats<N> v) {
     *reinterpret_cast<Stored<N>*>(x) = stored;
 }
 
+// Returns the number that a kernel reads after `f` has been stored.
+__device__ __forceinline__ float as_stored(float f) { return get(put(f)); }
+
+// Loads part of a vector with a number for each channel, which need not be aligned to 16 bytes.
+template <int N>
+__device__ __forceinline__ Floats<N> of_channels(const float* vector, int channel) {
+    Floats<N> v;
+#pragma unroll
+    for (int k = 0; k < N; ++k) v.at[k] = vector[channel + k];
+    return v;
+}
+
+// Batch normalization, the activation after it (a ReLU if the limits are 0 and infinity), and the
+// gradient of the activation. Fused and separate kernels use these functions, so both kinds give
+// the same bytes. NaN stays NaN, and -0 becomes 0 if that is a limit.
+__device__ __forceinline__ float normalized(float x, float mean, float scale, float beta) {
+    return fmaf(x - mean, scale, beta);
+}
+__device__ __forceinline__ float clipped(float y, float low, float high) {
+    return y <= low ? low : y >= high ? high : y;
+}
+__device__ __forceinline__ float gated(float dy, float y, float low, float high) {
+    return y > low && y < high ? dy : 0.f;
+}
+
 // Loops over the indices below `count`; neighbouring threads of the grid get neighbouring indices.
 #define EACH_INDEX(i, count)                                                                       \
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x, count_of_##i = (count),   \

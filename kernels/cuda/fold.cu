@@ -5,7 +5,7 @@
 // and is kept at the first level whose bit is not set. The last row is combined with all levels
 // whose bits are set. A run of 2^l rows that begins at a multiple of 2^l is a node of the same
 // tree. So threads may divide a node into such runs and combine the results by the same tree,
-// without changing the bytes.
+// without changing the bytes. What follows the folds of batch normalization stands here too.
 
 struct Moments {
   double count, mean, m2;
@@ -20,13 +20,24 @@ __device__ __forceinline__ Moments combined(Moments left, Moments right) {
   if (left.count == 0) return right;
   const double n = left.count, m = right.count, both = __dadd_rn(n, m);
   const double delta = __dadd_rn(right.mean, -left.mean);
-  const double square = __dmul_rn(__dmul_rn(delta, delta), __ddiv_rn(__dmul_rn(n, m), both));
-  return {both, __dadd_rn(left.mean, __dmul_rn(delta, __ddiv_rn(m, both))),
+  double part = 0.5, weight = 0.5 * n;  // exactly the quotients below, without slow divisions
+  if (n != m || n > 1 << 26) part = __ddiv_rn(m, both), weight = __ddiv_rn(__dmul_rn(n, m), both);
+  const double square = __dmul_rn(__dmul_rn(delta, delta), weight);
+  return {both, __dadd_rn(left.mean, __dmul_rn(delta, part)),
           __dadd_rn(left.m2, __dadd_rn(right.m2, square))};
 }
 
+// [sum of dz, sum of dz * (x - mean)] of a channel.
+struct Pair {
+  double sum, product;
+};
+
+__device__ __forceinline__ Pair combined(Pair left, Pair right) {
+  return {left.sum + right.sum, left.product + right.product};
+}
+
 // Access to matrices in C order. Sums are (rows, width). Moments are (rows, 1 + 2 width), and a row
-// is [count, mean, M2].
+// is [count, mean, M2]. Pairs are (rows, 2 width), first all sums.
 template <class T> struct Matrix {
   typedef T Value;
   static __device__ __forceinline__ T load(const T* x, long long row, int column, int width) {
@@ -50,6 +61,21 @@ struct MomentsMatrix {
     if (column == 0) x[0] = v.count;
     x[1 + column] = v.mean;
     x[1 + width + column] = v.m2;
+  }
+};
+
+struct PairMatrix {
+  typedef Pair Value;
+  static __device__ __forceinline__ Pair load(const double* x, long long row, int column,
+                                              int width) {
+    x += row * 2 * width;
+    return {x[column], x[width + column]};
+  }
+  static __device__ __forceinline__ void store(double* x, long long row, int column, int width,
+                                               Pair v) {
+    x += row * 2 * width;
+    x[column] = v.sum;
+    x[width + column] = v.product;
   }
 };
 
@@ -90,6 +116,65 @@ __device__ __forceinline__ typename M::Value folded(const E* x, long long first,
   return value;
 }
 
+// Combines the values of a column's `lines` threads, which are `columns` threads apart, in the
+// thread of line 0. `shared` has an element per thread.
+template <class T>
+__device__ __forceinline__ void combine_lines(T& value, T* shared, int columns, int lines) {
+  const int line = threadIdx.x / columns;
+#pragma unroll 1
+  for (int half = 1; half < lines; half *= 2) {  // each element of `shared` is written once
+    if (line % (2 * half) == half) shared[threadIdx.x] = value;
+    __syncthreads();
+    if (line % (2 * half) == 0 && line + half < lines)
+      value = combined(value, shared[threadIdx.x + half * columns]);
+  }
+}
+
+// A row of the table of a launch that folds: the leaves (n, width), their root, and the numbers
+// below (see `fold.spread`). blockIdx.y is the number of the row.
+struct Fold {
+  const long long* row;
+  int n, width, columns, chunk;
+
+  __device__ __forceinline__ explicit Fold(const long long* table) {
+    row = table + 6 * blockIdx.y;
+    n = row[2], width = row[3], columns = row[4], chunk = row[5];
+  }
+};
+
+// Folds all columns of a sum, `columns` at a time. The thread of line i folds `chunk` rows, a power
+// of two, from i * chunk on.
+template <class M, class E>
+__device__ __forceinline__ void fold_sums(const long long* table, E* shared) {
+  const Fold of(table);
+  const E* leaves = reinterpret_cast<const E*>(of.row[0]);
+  E* root = reinterpret_cast<E*>(of.row[1]);
+  const int here = threadIdx.x % of.columns, line = threadIdx.x / of.columns;
+  const int lines = (of.n - 1) / of.chunk + 1;
+  for (int from = blockIdx.x * of.columns; from < of.width; from += gridDim.x * of.columns) {
+    const bool inside = from + here < of.width && line < lines;
+    E value{};
+    if (inside)
+      value = folded<20, M>(leaves, line * of.chunk, min(of.chunk, of.n - line * of.chunk),
+                            from + here, of.width);
+    combine_lines(value, shared, of.columns, lines);
+    if (inside && line == 0) M::store(root, 0, from + here, of.width, value);
+    __syncthreads();  // before the next columns overwrite `shared`
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+fold_float(const long long* __restrict__ table) {
+  __shared__ float shared[512];
+  fold_sums<Matrix<float>>(table, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+fold_double(const long long* __restrict__ table) {
+  __shared__ double shared[512];
+  fold_sums<Matrix<double>>(table, shared);
+}
+
 // Returns the fold of at most 4 rows. Unlike `folded`, this function inlines `combined` only three
 // times, because the code that merges moments is large.
 template <class M, class E>
@@ -103,59 +188,98 @@ __device__ __forceinline__ typename M::Value folded_few(const E* x, long long fi
   return n > 2 ? combined(v[0], v[2]) : v[0];
 }
 
-// Folds `columns` columns of one node per block. Thread (row, column) folds up to `chunk` rows of
-// the node, starting at row * chunk, where chunk is a power of two. The results of the threads of a
-// column are combined through `shared`.
-template <int LEVELS, class M, class E>
-__device__ __forceinline__ void fold_node(const E* values, const int* nodes, E* roots, int width,
-                                          int columns, int chunk, typename M::Value* shared) {
-  const long long first = nodes[2 * blockIdx.y];
-  const int n = nodes[2 * blockIdx.y + 1];
-  const int here = threadIdx.x % columns, row = threadIdx.x / columns;
-  const int column = blockIdx.x * columns + here;
-  const int rows = (n + chunk - 1) / chunk;
+enum { MOST_COLUMNS = 4, PASSES = 24 };  // columns of a block; levels of the tree over its passes
+
+// Returns the fold of n rows, in the threads of line 0. All threads of the block fold 4 rows each
+// in a pass, so only the nodes above a pass need memory for their levels, in `levels`.
+template <class M>
+__device__ __forceinline__ typename M::Value fold_by_passes(
+    const double* leaves, int n, int column, int width, int columns,
+    typename M::Value* shared, typename M::Value (*levels)[MOST_COLUMNS]) {
+  const int here = threadIdx.x % columns, line = threadIdx.x / columns;
+  const int run = 4 * (blockDim.x / columns);
   typename M::Value value{};
-  const bool inside = column < width && row < rows;
-  if (inside) {
-    const long long start = first + (long long)row * chunk;
-    const int own = min(chunk, n - row * chunk);
-    if constexpr (LEVELS > 2)
-      value = folded<LEVELS, M>(values, start, own, column, width);
-    else
-      value = folded_few<M>(values, start, own, column, width);
-  }
 #pragma unroll 1
-  for (int half = 1; half < rows; half *= 2) {  // each element of `shared` is written once
-    if (row % (2 * half) == half) shared[threadIdx.x] = value;
-    __syncthreads();
-    if (inside && row % (2 * half) == 0 && row + half < rows)
-      value = combined(value, shared[threadIdx.x + half * columns]);
+  for (int start = 0, pass = 0; start < n; start += run, ++pass) {
+    const int rest = min(n - start, run), lines = (rest + 3) / 4;
+    if (column < width && line < lines)
+      value = folded_few<M>(leaves, start + 4 * line, min(4, rest - 4 * line), column, width);
+    combine_lines(value, shared, columns, lines);
+    if (line == 0) {  // as `push`
+      const bool last = start + run >= n;
+      int level = 0;
+#pragma unroll 1
+      for (; pass >> level; ++level) {
+        if (pass >> level & 1)
+          value = combined(levels[level][here], value);
+        else if (!last)
+          break;
+      }
+      if (!last) levels[level][here] = value;
+    }
+    __syncthreads();  // before the next pass overwrites `shared`
   }
-  if (inside && row == 0) M::store(roots, blockIdx.y, column, width, value);
+  return value;
 }
 
-// roots[node] is the fold of the rows of `values` that nodes[node] = (first, count) selects, where
-// node is blockIdx.y.
-extern "C" __global__ void __launch_bounds__(512)
-fold_float(const float* __restrict__ values, const int* __restrict__ nodes,
-           float* __restrict__ roots, int width, int columns, int chunk) {
-  __shared__ float shared[512];
-  fold_node<16, Matrix<float>>(values, nodes, roots, width, columns, chunk, shared);
-}
-
-extern "C" __global__ void __launch_bounds__(512)
-fold_double(const double* __restrict__ values, const int* __restrict__ nodes,
-            double* __restrict__ roots, int width, int columns, int chunk) {
-  __shared__ double shared[512];
-  fold_node<16, Matrix<double>>(values, nodes, roots, width, columns, chunk, shared);
-}
-
-// Like fold_float, for moments. chunk must be at most 4.
 extern "C" __global__ void __launch_bounds__(1024)
-fold_moments(const double* __restrict__ values, const int* __restrict__ nodes,
-             double* __restrict__ roots, int width, int columns, int chunk) {
-  __shared__ Moments shared[1024];
-  fold_node<2, MomentsMatrix>(values, nodes, roots, width, columns, chunk, shared);
+fold_moments(const long long* __restrict__ table) {
+  __shared__ Moments shared[1024], levels[PASSES][MOST_COLUMNS];
+  const Fold of(table);
+  const int here = threadIdx.x % of.columns;
+  for (int from = blockIdx.x * of.columns; from < of.width; from += gridDim.x * of.columns) {
+    const Moments value =
+        fold_by_passes<MomentsMatrix>(reinterpret_cast<const double*>(of.row[0]), of.n,
+                                      from + here, of.width, of.columns, shared, levels);
+    if (threadIdx.x < of.columns && from + here < of.width)
+      MomentsMatrix::store(reinterpret_cast<double*>(of.row[1]), 0, from + here, of.width, value);
+  }
+}
+
+// Folds the moments [count, mean, M2] of n leaves and computes the statistics from them, with a
+// column per channel. root, where the fold is stored, may be null. All results are finite even if
+// there are no images.
+extern "C" __global__ void __launch_bounds__(1024)
+statistics(const double* __restrict__ leaves, double* __restrict__ root,
+           const float* __restrict__ gamma, double epsilon, double* __restrict__ count,
+           double* __restrict__ mean, double* __restrict__ rstd, double* __restrict__ variance,
+           float* __restrict__ shift, float* __restrict__ scale, int n, int channels,
+           int columns) {
+  __shared__ Moments shared[1024], levels[PASSES][MOST_COLUMNS];
+  const int c = blockIdx.x * columns + threadIdx.x % columns;
+  const Moments all =
+      fold_by_passes<MomentsMatrix>(leaves, n, c, channels, columns, shared, levels);
+  if (threadIdx.x >= columns || c >= channels) return;
+  if (root) MomentsMatrix::store(root, 0, c, channels, all);
+  const double images = fmax(all.count, 1.0), spread = all.m2 / images;
+  const double r = 1.0 / sqrt(spread + epsilon);
+  if (c == 0) count[0] = images;
+  mean[c] = all.mean;
+  rstd[c] = r;
+  variance[c] = spread;
+  shift[c] = (float)all.mean;
+  scale[c] = (float)(gamma[c] * r);
+}
+
+// Folds [sum of dz, sum of dz * (x - mean)] of n leaves, like `statistics`, and computes the
+// factors of dx, dgamma and dbeta.
+extern "C" __global__ void __launch_bounds__(1024)
+batchnorm_factors(const double* __restrict__ leaves, double* __restrict__ root,
+                  const float* __restrict__ gamma, const double* __restrict__ count,
+                  const double* __restrict__ rstd, float* __restrict__ a, float* __restrict__ b,
+                  float* __restrict__ c, float* __restrict__ dgamma, float* __restrict__ dbeta,
+                  int n, int channels, int columns) {
+  __shared__ Pair shared[1024], levels[PASSES][MOST_COLUMNS];
+  const int i = blockIdx.x * columns + threadIdx.x % columns;
+  const Pair all = fold_by_passes<PairMatrix>(leaves, n, i, channels, columns, shared, levels);
+  if (threadIdx.x >= columns || i >= channels) return;
+  if (root) PairMatrix::store(root, 0, i, channels, all);
+  const double r = rstd[i], factor = gamma[i] * r;
+  a[i] = (float)factor;
+  b[i] = (float)(-factor * r * r * all.product / count[0]);
+  c[i] = (float)(-factor * all.sum / count[0]);
+  dgamma[i] = (float)(all.product * r);
+  dbeta[i] = (float)all.sum;
 }
 
 // Computes the root of a tree from nodes that together contain each leaf once. The rows of `values`

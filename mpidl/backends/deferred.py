@@ -94,7 +94,7 @@ class DeferredActivation(DeferredValue):
 class DeferredNormalization(DeferredActivation):
     """A batch normalization stored as a `NormalizedInput`.
 
-    Only additions (see `addend`) and, if the backend defers clips, convolutions may read `source`.
+    Only additions (see `addend`) and convolutions may read `source`.
     """
 
     __slots__ = ()

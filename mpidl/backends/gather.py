@@ -42,7 +42,6 @@ def gather(
     *,
     adapt: Callable[[str, Callable], Callable] | None = None,
     fuses_convolutions: bool = False,
-    defers_clips: bool = False,
     arrays_on_device: bool = False,
 ) -> Backend:
     """Return a Backend with the functions of these modules.
@@ -58,7 +57,7 @@ def gather(
         missing.
     adapt : callable, optional
         The backend has adapt(name, function) in place of each function.
-    fuses_convolutions, defers_clips, arrays_on_device : bool
+    fuses_convolutions, arrays_on_device : bool
         Capabilities of the backend; see `Backend`.
 
     Raises
@@ -83,7 +82,6 @@ def gather(
         functions[function] = getattr(fallback, function)
     capabilities = {
         "fuses_convolutions": fuses_convolutions,
-        "defers_clips": defers_clips,
         "arrays_on_device": arrays_on_device,
     }
     return cast(Backend, _Functions(name=name, **capabilities, **functions))

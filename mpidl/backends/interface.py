@@ -70,15 +70,12 @@ class Backend(TrainingFunctions, Protocol):
     fuses_convolutions : bool
         Whether the backend has the functions in FUSED, and `Readable` arguments may be a
         DeferredInput.
-    defers_clips : bool
-        Whether a DeferredInput may have other limits than those of a ReLU.
     arrays_on_device : bool
         Whether arrays are in device memory. If so, the backend lacks the functions in HOST.
     """
 
     name: str
     fuses_convolutions: bool
-    defers_clips: bool
     arrays_on_device: bool
 
     # conv

@@ -2,11 +2,11 @@
 
 These runs of layers become one op:
 
-- Convolution, batch normalization, and ReLU or, on a CPU, clip. The op stores only the
-  convolution's output. Later ops (convolution, pooling, dense) apply the normalization and the
-  activation when they read that output.
-- Convolution and batch normalization, if only additions and, on a CPU, convolutions read the
-  result. The op stores only the convolution's output, which they normalize when they read it.
+- Convolution, batch normalization, and ReLU or clip. The op stores only the convolution's output.
+  Later ops (convolution, pooling, dense) apply the normalization and the activation when they read
+  that output.
+- Convolution and batch normalization, if only additions and convolutions read the result. The op
+  stores only the convolution's output, which they normalize when they read it.
 - The addition of two values and ReLU.
 - Convolution and ReLU, optionally with the addition of another value between them, as at the end
   of a residual block. The op applies the addition and the ReLU before it stores the result.
@@ -51,39 +51,34 @@ def find_runs(
     all RUNS.
     """
     kinds = RUNS if kinds is None else kinds
-    of_norms = {Add, Conv2D} if CLIPPED in kinds else {Add}
     readers: dict[str, list[Layer]] = collections.defaultdict(list)
     for layer, names in zip(layers, reads, strict=True):
         for name in names:
             readers[name].append(layer)
     runs, i = [], 0
     while i < len(layers):
-        count = next(
-            (len(run) for run in kinds if _begins(run, layers[i:], reads[i:], readers, of_norms)), 1
-        )
+        count = next((len(run) for run in kinds if _begins(run, layers[i:], reads[i:], readers)), 1)
         runs.append(tuple(range(i, i + count)))
         i += count
     return runs
 
 
-CLIPPED = (Conv2D, BatchNorm, Clip)
 RUNS: Kinds = (
     (Conv2D, BatchNorm, ReLU),
-    CLIPPED,
+    (Conv2D, BatchNorm, Clip),
     (Conv2D, Add, ReLU),
     (Conv2D, ReLU, CrossChannelNorm, MaxPool2D),
     (Conv2D, ReLU),
     (Conv2D, BatchNorm),
     (Add, ReLU),
 )
-WITHOUT_CLIPS = tuple(run for run in RUNS if run is not CLIPPED)
 
 
-def _begins(run, layers, reads, readers, of_norms):
+def _begins(run, layers, reads, readers):
     """Return whether the first layers have the types in `run` and can be fused.
 
     `reads` contains the names of the outputs that each layer reads, and `readers` the layers that
-    read each output. `of_norms` are the types of layers that may read a batch normalization.
+    read each output.
     """
     if tuple(type(layer) for layer in layers[: len(run)]) != run:
         return False
@@ -91,7 +86,7 @@ def _begins(run, layers, reads, readers, of_norms):
         return False
     if run[-1] is BatchNorm:
         types = {type(layer) for layer in readers[layers[len(run) - 1].name]}
-        if not types or not types <= of_norms:
+        if not types or not types <= {Add, Conv2D}:
             return False
     for before, layer, names in zip(layers, layers[1 : len(run)], reads[1:], strict=False):
         inputs = 2 if type(layer) is Add else 1
@@ -115,10 +110,7 @@ def outer_reads(run: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> tuple
 
 def supported(x: Any) -> Kinds:
     """Return the runs that the backend of `x` computes by one op."""
-    backend = backends.of_value(x)
-    if not backend.fuses_convolutions:
-        return ()
-    return RUNS if backend.defers_clips else WITHOUT_CLIPS
+    return RUNS if backends.of_value(x).fuses_convolutions else ()
 
 
 def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerContext]) -> Value:

@@ -625,8 +625,7 @@ class Network:
         set of str
             Names of layers.
         """
-        fused = fusion.WITHOUT_CLIPS if self.on_device else fusion.RUNS
-        runs = self._plan.runs[fused if self.fuse else ()]
+        runs = self._plan.runs[fusion.RUNS if self.fuse else ()]
         return {run.layers[0].name for run in runs}
 
     def analyze(self, batch_size: int = 128) -> Analysis:

@@ -25,7 +25,7 @@ class Plan:
 
     def __init__(self, layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> None:
         self.runs: dict[fusion.Kinds, list[Run]] = {}
-        for kinds in (fusion.RUNS, fusion.WITHOUT_CLIPS, ()):
+        for kinds in (fusion.RUNS, ()):
             numbers = fusion.find_runs(layers, reads, kinds)
             last_reads = graph.last_readers(reads, numbers)
             self.runs[kinds] = [

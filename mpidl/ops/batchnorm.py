@@ -235,10 +235,9 @@ def conv2d_batchnorm(
 ) -> WithVjp[Blocked]:
     """Return batchnorm(conv2d(x, weight, bias), gamma, beta), clipped to `limits` if given.
 
-    The limits of a ReLU are 0 and infinity; other limits need a backend whose `defers_clips` is
-    True. In float32, the result has the same bytes as the result of separate ops. The other
-    arguments are as in `conv2d` (`options`) and `batchnorm`. The backend's `fuses_convolutions`
-    must be True.
+    The limits of a ReLU are 0 and infinity. In float32, the result has the same bytes as the result
+    of separate ops. The other arguments are as in `conv2d` (`options`) and `batchnorm`. The
+    backend's `fuses_convolutions` must be True.
 
     Notes
     -----

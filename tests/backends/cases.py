@@ -101,7 +101,14 @@ FUSED_ON_CPU = ("digits 2", "cifar 1", "cifar 9", "odd channels", "16 channels a
 FUSED_ON_CPU += ("large 1x1", "1x1 of several bands", "large 1x1 by 2", "large 3x3 by 2")
 FUSED_ON_CPU += BY_WINOGRAD + DEPTHWISE
 RELU, CLIP = (0.0, math.inf), (-0.25, 0.75)  # limits of activations before and after a convolution
-CLIPPED = ("cifar 9", "large 1x1", "1x1 of several bands", "large 3x3 by 2", *DEPTHWISE[:3])
+CLIPPED = (
+    "3x3 by 2",
+    "cifar 9",
+    "large 1x1",
+    "1x1 of several bands",
+    "large 3x3 by 2",
+    *DEPTHWISE[:3],
+)
 WINOGRAD = ({"winograd": "fast"}, {"winograd": "auto"}, {"winograd": "off"})
 ON_GPU = ({"precision": "fp32", "direct": False}, {"precision": "fp32", "direct": True})
 
@@ -319,7 +326,7 @@ def batch_normalization(shape):
         *("activation", label, {"source": deferred(*shape)}, 1e-6),
         oracle=lambda backend, a: a["source"],
     )
-    for limits, backends in ((RELU, ("cpu", "gpu")), (CLIP, CPU)):
+    for limits in (RELU, CLIP):
         source = deferred(*shape, limits=limits)
         name = label if limits is RELU else f"{label}, clip"
         yield Case(
@@ -327,7 +334,6 @@ def batch_normalization(shape):
             oracle=lambda backend, a: separate_activation_sums(
                 backend, a["dy"], a["sources"]["source"], a["tree"]
             ),
-            backends=backends,
         )
     yield Case("relu", label, {"x": x}, 0)
     # All numbers are equal, but the signs of zeros may differ.
@@ -447,7 +453,8 @@ def pooling(label, shape, size, stride, padding):
         outputs = backend.average_pool2d_dx(a["dy"], a["x"], *counting, a["tree"])
         return y, *with_sums(backend, outputs, a)
 
-    values = {"": lanes(*shape, rounded=True), ", deferred": deferred(*shape)}
+    limits = CLIP if label.endswith("padding") else RELU
+    values = {"": lanes(*shape, rounded=True), ", deferred": deferred(*shape, limits=limits)}
     values[", not finite"] = lanes(*shape, rounded=True, special=True)
     for suffix, x in values.items():
         arguments, adds_up = {"x": x, "dy": dy}, x.kind == "deferred"
@@ -556,7 +563,8 @@ def add_relu_dx_separately(backend, a):
 
 def residual_ends(shape):
     """Yield the cases of sums of normalizations, with ReLU, and of their gradients."""
-    kinds = {"lanes": lanes, "deferred": deferred, "normalized": normalized}
+    clipped = functools.partial(deferred, limits=CLIP)
+    kinds = {"lanes": lanes, "deferred": clipped, "normalized": normalized}
     pairs = ("normalized", "lanes"), ("deferred", "normalized"), ("normalized", "normalized")
     for a, b in (*pairs, ("lanes", "lanes")):
         values, label = {"a": kinds[a](*shape), "b": kinds[b](*shape)}, f"{shape}, {a} and {b}"

@@ -49,7 +49,7 @@ def missing(backend):
 
 @BACKENDS
 def test_a_backend_has_only_the_interface(backend):
-    capabilities = {"name", "fuses_convolutions", "defers_clips", "arrays_on_device"}
+    capabilities = {"name", "fuses_convolutions", "arrays_on_device"}
     assert set(vars(backend)) == set(FUNCTIONS) - missing(backend) | capabilities
 
 

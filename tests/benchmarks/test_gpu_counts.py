@@ -91,11 +91,11 @@ def launch_of(name, *values, defines=None):
 def test_bytes_of_arrays(device):
     x = array.empty((1000,))
     y = array.empty((1000,))
-    assert launches.bytes_of(launch_of("add_float", x, y, y, 1000)) == (8000, 4000)  # y in place
-    assert launches.bytes_of(launch_of("add_float", x, x, y, 1000)) == (4000, 4000)
+    assert launches.bytes_of(launch_of("add_value", x, y, y, 1000)) == (8000, 4000)  # y in place
+    assert launches.bytes_of(launch_of("add_value", x, x, y, 1000)) == (4000, 4000)
     vectors = [array.empty((6,)), array.empty((6,), "f8"), array.empty((6,))]
-    table = launching.table([[*vectors, 6], [*vectors, 6]])
-    assert launches.bytes_of(launch_of("running", table, 0.5)) == (2 * (24 + 48), 2 * 24)
+    table = launching.table([[*vectors, 6, 0], [*vectors, 6, 0]])
+    assert launches.bytes_of(launch_of("running", table)) == (2 * (24 + 48), 2 * 24)
 
 
 def test_a_gather_counts_the_images_that_it_gathers(device):

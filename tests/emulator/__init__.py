@@ -2,7 +2,8 @@
 
 g++ compiles the kernels (compiler.py), which run thread by thread (shim.h). The emulator detects
 errors of kernels. Memory starts as NaN. A write just outside an allocation, or a pointer outside
-every allocation, raises an error. A background copy arrives only when a stream waits for it.
+every allocation, raises an error, and so do a misaligned access and an overflow of a signed integer
+(checks.h). A background copy arrives only when a stream waits for it.
 """
 
 import bisect

@@ -16,13 +16,15 @@ from pathlib import Path
 
 from mpidl.backends import declarations
 
-SHIM = (Path(__file__).parent / "shim.h").read_text()
+SHIM = "".join((Path(__file__).parent / name).read_text() for name in ("shim.h", "checks.h"))
 # Without contraction, products and sums are rounded separately, as with NVRTC's -fmad=false.
 # Without strict aliasing, kernels may read floats as integers, and shared memory as any type, as in
 # CUDA.
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 FLAGS += ["-fcf-protection=none"] if os.uname().machine == "x86_64" else []
 FLAGS += ["-march=native", "-fPIC", "-w"]
+# A misaligned access, or an overflow of a signed integer, calls a function of checks.h.
+CHECKS = ["-fsanitize=alignment,signed-integer-overflow"]
 
 
 def find():
@@ -69,9 +71,12 @@ def compiled(text, name):
 
     def compile_unit(target):
         source = target.with_suffix(".cpp")
+        unlinked = target.with_suffix(".o")
         source.write_text(text)
-        _run(f"{name}.cu", "-shared", "-include", _header(), source, "-o", target)
+        _run(f"{name}.cu", *CHECKS, "-c", "-include", _header(), source, "-o", unlinked)
+        _run(f"{name}.cu", "-shared", unlinked, "-o", target)  # without the sanitizers' library
         source.unlink()
+        unlinked.unlink()
 
     return _make_once(f"{name}-{_key(text)}.so", compile_unit)
 
@@ -87,7 +92,8 @@ def _header():
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(SHIM)
         os.replace(part, path)
-    _make_once(f"{path.name}.gch", lambda out: _run("shim.h", "-x", "c++-header", path, "-o", out))
+    words = *CHECKS, "-x", "c++-header", path, "-o"
+    _make_once(f"{path.name}.gch", lambda out: _run("shim.h", *words, out))
     return path
 
 
@@ -106,7 +112,8 @@ def _folder():
 
 
 def _key(text):
-    return hashlib.sha256("\0".join([*_compiler(), *FLAGS, SHIM, text]).encode()).hexdigest()[:32]
+    parts = *_compiler(), *FLAGS, *CHECKS, SHIM, text
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def _make_once(name, make):

@@ -3,6 +3,4 @@
 from mpidl.backends.gather import families, gather
 from mpidl.backends.reference.backend import REFERENCE
 
-CPU = gather(
-    "cpu", families(__package__), fallback=REFERENCE, fuses_convolutions=True, defers_clips=True
-)
+CPU = gather("cpu", families(__package__), fallback=REFERENCE, fuses_convolutions=True)

@@ -5,9 +5,10 @@ Statistics stay on the device. Vectors are (C,) float32 Arrays unless stated oth
 
 import math
 
+import numpy as np
+
 from mpidl.backends.deferred import NormalizedInput
-from mpidl.backends.gpu import array, launching
-from mpidl.backends.gpu.fold import partial_of_leaves
+from mpidl.backends.gpu import array, fold, launching
 from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.fold import add, merge_moments
 
@@ -33,12 +34,10 @@ def read(x):
     """
     if not isinstance(x, DeferredInput):
         return x
-    if isinstance(x, NormalizedInput):
-        return batchnorm(*x[:4])
     if not isinstance(x, Read):
-        return _normalized(*x[:4], relu=1)
+        return _normalized(x)
     if x.stored is None:
-        x.stored = _normalized(*x[:4], relu=1)
+        x.stored = _normalized(x)
     return x.stored
 
 
@@ -46,7 +45,12 @@ def activation(source):
     return read(source)
 
 
-def _sizes(x):
+def operand(x):
+    """Return the fields of `Source` in batchnorm.cu for an Array or a DeferredInput."""
+    return tuple(x) if isinstance(x, DeferredInput) else (x, None, None, None, 0.0, 0.0)
+
+
+def sizes(x):
     """Return (images, pixels per image, channels). Unused lanes count as images."""
     _check(x)
     blocks, channels, *pixels, lanes = x.dims
@@ -83,13 +87,21 @@ def _leaves(name, x, width, dtype, tree, *arguments, combine=add):
     A leaf has `width` elements of type `dtype`. The kernel's arguments are `arguments`, followed by
     (leaves, images per leaf, pixels, channels, threads across a tile).
     """
-    images, pixels, channels = _sizes(x)
-    per_leaf = _leaf(pixels)
-    tiles, tile = _tiles(channels)
-    leaves = launching.empty((images // per_leaf, width), dtype)
-    grid = (images // per_leaf, tiles)
-    launching.launch(name, grid, THREADS, *arguments, leaves, per_leaf, pixels, channels, tile)
-    return partial_of_leaves(leaves, tree, LANES // per_leaf, combine)
+    (count, tiles), numbers = division(x)
+    leaves = launching.empty((count, width), dtype)
+    launching.launch(name, (count, tiles), THREADS, *arguments, leaves, *numbers)
+    return fold.partial_of_leaves(leaves, tree, LANES // numbers[0], combine)
+
+
+def division(x):
+    """Return how a kernel that sums over x divides its rows and channels.
+
+    The result is its grid (leaves, tiles), and its last arguments (images per leaf, pixels,
+    channels, threads across a tile).
+    """
+    images, pixels, channels = sizes(x)
+    per_leaf, (tiles, tile) = _leaf(pixels), _tiles(channels)
+    return (images // per_leaf, tiles), (per_leaf, pixels, channels, tile)
 
 
 def channel_sums(x, tree):
@@ -102,18 +114,17 @@ def moments(x, counts, tree):
 
 
 def batchnorm_sums(dy, x, mean, tree):
-    return _products(dy, x, mean, None, None, tree)
+    return _products(dy, (x, mean, None, None, 0.0, 0.0), tree)
 
 
 def activation_sums(dy, source, tree):
-    x, mean, scale, beta = source[:4]
-    return _products(dy, x, mean, scale, beta, tree)
+    return _products(dy, tuple(source), tree)
 
 
-def _products(dy, x, mean, scale, beta, tree):
-    dy = cotangent_like(dy, x)
-    width = 2 * x.dims[1]
-    return _leaves("batchnorm_sums", x, width, "f8", tree, dy, x, mean, scale, beta)
+def _products(dy, source, tree):
+    x = source[0]
+    dy, width = cotangent_like(dy, x), 2 * x.dims[1]
+    return _leaves("batchnorm_sums", x, width, "f8", tree, dy, *source)
 
 
 def cotangent_like(dy, x):
@@ -124,7 +135,7 @@ def cotangent_like(dy, x):
     return dy
 
 
-def _grid(rows, channels):
+def grid_of(rows, channels):
     """Return (grid, number of threads across a tile) for a kernel over all rows (pixels)."""
     tiles, tile = _tiles(channels)
     blocks = -(-rows // (4 * (THREADS // tile)))
@@ -132,42 +143,40 @@ def _grid(rows, channels):
 
 
 def batchnorm(x, mean, scale, beta):
-    return _normalized(x, mean, scale, beta, relu=0)
+    return _normalized(NormalizedInput(x, mean, scale, beta))
 
 
-def _normalized(x, mean, scale, beta, relu):
-    images, pixels, channels = _sizes(x)
-    y, rows = array.empty_like(x), images * pixels
-    grid, tile = _grid(rows, channels)
-    vectors, numbers = (mean, scale, beta), (relu, rows, channels, tile)
-    launching.launch("batchnorm", grid, THREADS, x, *vectors, y, *numbers)
+def _normalized(source):
+    images, pixels, channels = sizes(source.x)
+    y, rows = array.empty_like(source.x), images * pixels
+    grid, tile = grid_of(rows, channels)
+    launching.launch("batchnorm", grid, THREADS, *source, y, rows, channels, tile)
     return y
 
 
 def batchnorm_dx(dy, x, mean, a, b, c, counts):
-    return _back(dy, x, mean, None, None, a, b, c, counts, array.empty_like(x))
+    source = x, mean, None, None, 0.0, 0.0
+    return _back(dy, source, a, b, c, counts, array.empty_like(x))
 
 
 def activation_dx(dy, source, a, b, c, counts, overwrite=False):
-    """Return a * dz + b * (x - mean) + c, with dz = dy where the activation is > 0, else 0.
+    """Return a * dz + b * (x - mean) + c, with dz = dy within the limits of source, else 0.
 
     For a NormalizedInput, which has no limits, dz is dy. If `overwrite` is True, the result
     overwrites dy.
     """
-    x, mean, scale, beta = source[:4]
+    dx = dy if overwrite else array.empty_like(source.x)
     if isinstance(source, NormalizedInput):
-        scale = beta = None
-    dx = dy if overwrite else array.empty_like(x)
-    return _back(dy, x, mean, scale, beta, a, b, c, counts, dx)
+        return _back(dy, (*source[:2], None, None, 0.0, 0.0), a, b, c, counts, dx)
+    return _back(dy, source, a, b, c, counts, dx)
 
 
-def _back(dy, x, mean, scale, beta, a, b, c, counts, dx):
-    images, pixels, channels = _sizes(x)
-    rows, dy = images * pixels, cotangent_like(dy, x)
-    grid, tile = _grid(rows, channels)
-    vectors = mean, scale, beta, a, b, c
-    last = pixels, rows, channels, tile
-    launching.launch("batchnorm_dx", grid, THREADS, dy, x, *vectors, counts, dx, *last)
+def _back(dy, source, a, b, c, counts, dx):
+    images, pixels, channels = sizes(source[0])
+    rows, dy = images * pixels, cotangent_like(dy, source[0])
+    grid, tile = grid_of(rows, channels)
+    last = counts, dx, pixels, rows, channels, tile
+    launching.launch("batchnorm_dx", grid, THREADS, dy, *source, a, b, c, *last)
     return dx
 
 
@@ -177,37 +186,39 @@ def _vectors(channels, *kinds):
 
 def statistics(moments, gamma, epsilon):
     # count (1,), mean, rstd and variance are float64; shift and scale are float32
-    channels = gamma.size
-    count, vectors = launching.empty((1,), "f8"), _vectors(channels, "f8", "f8", "f8", "f4", "f4")
-    launching.launch(
-        "statistics", -(-channels // 128), 128, moments, gamma, epsilon, count, *vectors, channels
-    )
+    count, vectors = launching.empty((1,), "f8"), _vectors(gamma.size, *"f8 f8 f8 f4 f4".split())
+    _of_fold("statistics", moments, merge_moments, gamma, epsilon, count, *vectors)
     return (count, *vectors)
 
 
 def batchnorm_factors(sums, gamma, statistics):
     # the kernel computes in float64 and writes float32
-    channels, (count, _, rstd, *_) = gamma.size, statistics
-    vectors = _vectors(channels, *5 * ("f4",))
-    launching.launch(
-        "batchnorm_factors", -(-channels // 128), 128, sums, gamma, count, rstd, *vectors, channels
-    )
+    count, _, rstd, *_ = statistics
+    vectors = _vectors(gamma.size, *5 * ("f4",))
+    _of_fold("batchnorm_factors", sums, add, gamma, count, rstd, *vectors)
     return tuple(vectors)
+
+
+def _of_fold(name, root, combine, gamma, *arguments):
+    """Launch a kernel that computes vectors of channels from a sum, and its fold if that waits."""
+    leaves, count, root = fold.leaves_of(root, combine)
+    channels, (columns, _) = gamma.size, fold.spread(gamma.size, count, "moments")
+    grid, threads = -(-channels // columns), fold.threads_of(count, columns)
+    numbers = count, channels, columns
+    launching.launch(name, grid, threads, leaves, root, gamma, *arguments, *numbers)
 
 
 def running(olds, values, decay):
     # olds are (C,) float32, values are (C,) float64
-    for old, value in zip(olds, values, strict=True):
+    news = [array.empty_like(old) for old in olds]
+    bits = int(np.float64(decay).view(np.int64))
+    for old, value, new in zip(olds, values, news, strict=True):
         if (old.dtype, value.dtype, old.size) != ("f4", "f8", value.size):
             raise TypeError(
                 f"expected float32 and float64 arrays of equal size, got {old} and {value}"
             )
-    news = [array.empty_like(old) for old in olds]
-    table = launching.table(
-        [[*three, three[0].size] for three in zip(olds, values, news, strict=True)]
-    )
-    blocks = -(-max(old.size for old in olds) // 128)
-    launching.launch("running", (blocks, len(olds)), 128, table, decay)
+        row, blocks = [old, value, new, old.size, bits], -(-old.size // 128)
+        launching.later("running", row, [new], blocks, 128)
     return news
 
 

@@ -167,11 +167,9 @@ def conv2d_backward(
     if needs[0]:
         dx, dy = dx_of(dy, like, weight, geometry, tree, backward=backward)
         dx_sums = batchnorm.activation_sums(dx, x, tree) if sums else None
-    if needs[1]:
+    if needs[1] or needs[2]:
         dweight, dbias = dweight_of(dy, x, weight, shape, tree, needs[2])
-    elif needs[2]:
-        dbias = batchnorm.channel_sums(dy, tree)
-    return dx, dweight, dbias, dx_sums
+    return dx, dweight if needs[1] else None, dbias, dx_sums
 
 
 def is_direct(shape):
@@ -256,8 +254,8 @@ def prepared(weight, shape, turned=False):
     group = shape.filters_of_group, shape.channels // shape.groups
     tiles = math.prod(-(-side // 32) for side in group) * shape.groups * shape.taps
     defines = {"TERMS": terms(), **({"BF16": 1} if dtype == BF16 else {})}
-    grid = min(tiles, 4 * launching.device().processors), 1
-    launching.launch("conv_weights", grid, 256, launching.table([row]), defines=defines)
+    blocks = min(tiles, 4 * launching.device().processors)
+    launching.before_step("conv_weights", row, blocks, 256, defines)
     return result
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from mpidl.backends import shapes
 from mpidl.backends.gpu import array, conv
 from mpidl.backends.gpu.array import Array
-from mpidl.backends.gpu.batchnorm import activation_sums, channel_sums, read
+from mpidl.backends.gpu.batchnorm import activation_sums, read
 from mpidl.core.blocks import LANES, DeferredInput
 
 POINT = shapes.Geometry((1, 1), ((0, 0), (0, 0)))
@@ -100,8 +100,6 @@ def dense_backward(dy, x, weight, tree, needs):
         dx = dense_dx(dy, weight, values.dtype)
         if isinstance(x, DeferredInput):
             sums = activation_sums(dx.reshape(values.shape), x, tree)
-    if needs[1]:
+    if needs[1] or needs[2]:
         dweight, dbias = _gradients(dy, x, tree, needs[2])
-    elif needs[2]:
-        dbias = channel_sums(dy, tree)
-    return dx, dweight, dbias, sums
+    return dx, dweight if needs[1] else None, dbias, sums

@@ -14,8 +14,9 @@ from mpidl.backends.gpu.array import Array
 from mpidl.core.fold import Partial, Term, add, merge_moments
 from mpidl.core.values import OnDevice
 
-# {kind of sum: maximum number of leaves that one launch can fold into a node}.
-LEAVES = {"float": 1 << 16, "double": 1 << 16, "moments": 1 << 10}
+THREADS = {"float": 512, "double": 512, "moments": 1024}  # {kind of sum: threads per block}
+MANY = 256  # blocks of threads that keep a GPU busy
+LONGEST = 1 << 20  # maximum number of leaves that one thread folds, as in fold.cu
 BLOCKS = 1 << 16  # maximum number of blocks of a mini-batch that `fold_all` accepts
 KINDS = {add: {"f4": "float", "f8": "double"}, merge_moments: {"f8": "moments"}}
 
@@ -81,41 +82,49 @@ def fold_rows(values, ranges, combine=add):
     """Fold each range of rows of a C-ordered matrix; return an Array (len(ranges), width).
 
     A range is (first row, number of rows >= 1). The rows of a range are the leaves of a separate
-    tree. If every range is a single row, return `values` itself.
+    tree. If every range is a single row, return `values` itself. In a recorded step, all folds that
+    nothing has needed before go out in one launch.
     """
     if all(count == 1 for _, count in ranges) and len(ranges) == len(values):
         return values
-    kind = _kind(values, combine)
-    if max(count for _, count in ranges) > LEAVES[kind]:
-        group, groups, folded = LEAVES[kind] // 16, [], []
-        for first, count in ranges:  # a run of 2^n rows is a node of the range's tree
-            runs = [(first + i, min(group, count - i)) for i in range(0, count, group)]
-            folded.append((len(groups), len(runs)))
-            groups += runs
-        return fold_rows(fold_rows(values, groups, combine), folded, combine)
-    width = _width(values, combine)
+    kind, width = _kind(values, combine), _width(values, combine)
     roots = launching.empty((len(ranges), values.shape[1]), values.dtype)
-    columns, rows, chunk = spread(width, max(count for _, count in ranges), kind)
-    nodes = launching.constant(np.array(ranges, np.int32))
-    grid, block = (-(-width // columns), len(ranges)), columns * rows
-    launching.launch(f"fold_{kind}", grid, block, values, nodes, roots, width, columns, chunk)
+    for i, (first, count) in enumerate(ranges):
+        columns, chunk = spread(width, count, kind)
+        leaves = values.part(first * values.shape[1], (count, values.shape[1]))
+        row, root = [leaves, roots.row(i), count, width, columns, chunk], [roots.row(i)]
+        launching.later(f"fold_{kind}", row, root, -(-width // columns), THREADS[kind])
     return roots
 
 
-def spread(width, leaves, kind):
-    """Return (columns, rows, chunk): how a thread block folds up to `leaves` leaves into a node.
+def leaves_of(root, combine):
+    """Return (leaves, their number, root): the rows of which the fold is a root.
 
-    The thread block folds `columns` columns. `rows` threads divide the leaves of each column, and
-    each thread folds up to `chunk` leaves.
+    The caller's kernel must fold them and store the root. If the root is already computed, return
+    (root, 1, None).
     """
+    row = launching.take(f"fold_{_kind(root, combine)}", root)
+    return (root, 1, None) if row is None else (row[0], row[2], root)
+
+
+def spread(width, leaves, kind):
+    """Return (columns, chunk): how a block of threads folds up to `leaves` leaves into a node.
+
+    The block folds `columns` columns at a time. THREADS / columns threads divide the leaves of each
+    column. Each thread folds up to `chunk` leaves, or 4 leaves at a time if the sum is of moments.
+    """
+    fours = _power(-(-leaves // 4))
     if kind == "moments":
-        columns, threads = 4, 1024
-    elif width >= 1 << 15 or leaves <= 4:
-        columns, threads = 256, 256
-    else:
-        columns, threads = 32 if width >= 1 << 10 else 8, 512
-    rows = min(threads // columns, max(-(-32 // columns), _power(-(-leaves // 4))))
-    return columns, rows, max(4, _power(-(-leaves // rows)))
+        columns = 4
+        while columns > 1 and 4 * THREADS[kind] < leaves * columns and width <= MANY * columns:
+            columns //= 2
+        return columns, 4
+    narrowest = 512 if width >= 1 << 15 else 32 if width >= 1 << 10 else 8
+    columns = max(narrowest, THREADS[kind] // fours)
+    chunk = max(4, _power(-(-leaves * columns // THREADS[kind])))
+    if chunk > LONGEST:
+        raise ValueError(f"expected a sum of fewer leaves than {leaves}")
+    return columns, chunk
 
 
 def fold_all(matrix, tree, combine=add, shape=None, like=None):
@@ -139,6 +148,11 @@ def fold_all(matrix, tree, combine=add, shape=None, like=None):
     name, blocks = f"combine_{_kind(matrix, combine)}", -(-width // 128)
     launching.launch(name, blocks, 128, matrix, order, root, len(nodes), width)
     return _seen_as(root, shape, like)
+
+
+def threads_of(leaves, columns):
+    """Return the number of threads of a block that folds `columns` columns, 4 leaves at a time."""
+    return min(THREADS["moments"], max(32, columns * _power(-(-leaves // 4))))
 
 
 def _kind(values, combine):

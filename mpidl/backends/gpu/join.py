@@ -1,10 +1,14 @@
-"""Add per-image values, and concatenate and split them with kernels/cuda/concat.cu."""
+"""Add per-image values (batchnorm.cu), and concatenate and split them (concat.cu)."""
 
 import math
 
-from mpidl.backends.gpu import activation, array, batchnorm, launching
-from mpidl.backends.gpu.batchnorm import read
+import numpy as np
+
+from mpidl.backends.gpu import array, batchnorm, launching
+from mpidl.backends.gpu.batchnorm import cotangent_like, operand, read
+from mpidl.backends.gpu.fold import partial_of_leaves
 from mpidl.backends.gpu.launching import THREADS
+from mpidl.core.blocks import LANES, DeferredInput
 
 
 def rows_and_channels(name, x):
@@ -52,16 +56,46 @@ def split(x, channels):
 
 
 def add(a, b):
-    return read(a) + read(b)
+    if not any(isinstance(x, DeferredInput) for x in (a, b)):
+        return a + b
+    return _sum(operand(a), operand(b))
 
 
 def add_relu(a, b):
-    return activation.relu(add(a, b))
+    return _sum(operand(a), operand(b), relu=True)
+
+
+def _sum(a, b, relu=False):
+    """Launch the kernel that normalizes and adds two operands, (x, mean, scale, beta, low, high).
+
+    With `relu`, the result has the bits that its gradient reads, if the kernel writes them.
+    """
+    (x, *_), (other, *_) = a, b
+    if (x.dims, x.order) != (other.dims, other.order):
+        raise ValueError(f"cannot add {other} to {x}: they differ in shape or order in memory")
+    y, (images, pixels, channels) = array.empty_like(x), batchnorm.sizes(x)
+    if relu and channels % 4 == 0:
+        y.positive = array.empty((y.size // 4,), np.uint8)
+    rows = images * pixels
+    grid, tile = batchnorm.grid_of(rows, channels)
+    numbers = int(relu), rows, channels, tile
+    launching.launch("add_values", grid, THREADS, *a, *b, y, y.positive, *numbers)
+    return y
 
 
 def add_relu_dx(dy, y, normalizations, tree):
-    dz = activation.relu_dx(dy[0] if len(dy) == 1 else dy[0] + dy[1], y)
-    sums = [
-        n if n is None else batchnorm.batchnorm_sums(dz, n[0], n[1], tree) for n in normalizations
+    dy, more_dy = (*(cotangent_like(part, y) for part in dy), None)[:2]
+    (count, tiles), numbers = batchnorm.division(y)
+    dz, width = array.empty_like(y), 2 * numbers[2]
+    signs = (y, None) if y.positive is None else (None, y.positive)
+    operands, all_leaves = [], []
+    for source in normalizations:
+        leaves = None if source is None else array.empty((count, width), np.float64)
+        operands += (None, None, None) if source is None else (*source[:2], leaves)
+        all_leaves.append(leaves)
+    arguments = dy, more_dy, *signs, dz, *operands, *numbers
+    launching.launch("add_relu_dx", (count, tiles), THREADS, *arguments)
+    return dz, [
+        None if leaves is None else partial_of_leaves(leaves, tree, LANES // numbers[0])
+        for leaves in all_leaves
     ]
-    return dz, sums

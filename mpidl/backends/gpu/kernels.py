@@ -54,6 +54,7 @@ class Argument(NamedTuple):
     name: str
     elements: Any = None  # NumPy dtypes
     ctype: Any = None
+    is_const: bool = True  # whether the kernel only reads the array
 
 
 class Launch(NamedTuple):
@@ -115,9 +116,9 @@ def signatures(text):
 
 def _argument(parameter):
     if parameter.is_pointer:
-        if parameter.type in ("value", "result"):
-            return Argument(parameter.name, VALUES if parameter.type == "value" else RESULTS)
-        return Argument(parameter.name, (np.dtype(ELEMENTS[parameter.type]),))
+        kinds = {"value": VALUES, "result": RESULTS}
+        elements = kinds.get(parameter.type) or (np.dtype(ELEMENTS[parameter.type]),)
+        return Argument(parameter.name, elements, is_const=parameter.is_const)
     return Argument(parameter.name, ctype=NUMBERS[parameter.type])
 
 

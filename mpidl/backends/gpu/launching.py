@@ -14,14 +14,20 @@ import numpy as np
 from mpidl.backends import settings
 from mpidl.backends.cpu import arenas
 from mpidl.backends.gpu import kernels
-from mpidl.core.values import DeviceArray
+from mpidl.core.values import BF16, DeviceArray
 
 ALIGNED = 256  # bytes: the alignment of cudaMalloc
 LARGE = 1 << 20  # words of 4 bytes; a kernel zeroes new arrays of at least this size
 
 THREADS = 256  # threads per block of elementwise kernels
 WORD = 4  # bytes; memory is copied and set to zero word by word
-KINDS = {"f4": "float", "f8": "double"}
+KINDS = {"f4": "value", "f8": "double", "V2": "value"}  # `value` of common.cuh
+CASTS = {
+    (np.dtype(np.float32), np.dtype(np.float64)): "cast_float_double",
+    (np.dtype(np.float64), np.dtype(np.float32)): "cast_double_float",
+    (np.dtype(np.float32), BF16): "cast_float_value",
+    (BF16, np.dtype(np.float32)): "cast_value_float",
+}
 
 
 class Process:
@@ -69,16 +75,20 @@ class Array(DeviceArray):
         `order` lists the axes of `dims` from the slowest to the fastest.
     bounds : array.Bounds or None
         The smallest and the largest label if the Array holds labels, else None.
+    positive : Array or None
+        For the result of `join.add_relu`, a byte for each four elements in memory, with a bit for
+        each element that is > 0.
     """
 
-    __slots__ = ("buffer", "offset", "dtype", "shape", "dims", "order", "bounds")
+    __slots__ = ("buffer", "offset", "dtype", "shape", "dims", "order", "bounds", "positive")
 
     def __init__(self, buffer, dtype, shape, dims=None, order=None, offset=0):
         self.buffer, self.offset, self.dtype = buffer, offset, np.dtype(dtype)
         self.shape = tuple(shape)
         self.dims = self.shape if dims is None else tuple(dims)
         self.order = tuple(range(len(self.dims))) if order is None else tuple(order)
-        self.bounds = None  # a Bounds if the Array holds labels
+        self.bounds: Any = None
+        self.positive: Any = None
 
     @property
     def address(self):
@@ -137,16 +147,15 @@ class Array(DeviceArray):
         return float(self.numpy().reshape(()))
 
     def astype(self, dtype):
-        """Return this Array with the given dtype, converted between float32 and float64.
+        """Return this Array with the given dtype.
 
-        Raise TypeError for all other conversions.
+        Raise TypeError unless one of the two types is float32 and the other float64 or bfloat16.
         """
         if self.dtype == dtype:
             return self
-        if {self.dtype, np.dtype(dtype)} != {np.dtype(np.float32), np.dtype(np.float64)}:
+        if (self.dtype, np.dtype(dtype)) not in CASTS:
             raise TypeError(f"no kernel converts {self} to {np.dtype(dtype)}")
-        y = empty_like(self, dtype)
-        kernel = f"cast_{kind_of(self)}_{kind_of(y)}"
+        y, kernel = empty_like(self, dtype), CASTS[self.dtype, np.dtype(dtype)]
         launch(kernel, blocks_of_threads(self.size), THREADS, self, y, self.size)
         return y
 
@@ -159,7 +168,8 @@ class Array(DeviceArray):
                 f"cannot add {b} to {a}: they differ in shape, type or order in memory"
             )
         y = empty_like(a)
-        launch(f"add_{kind_of(a)}", blocks_of_threads(a.size), THREADS, a, b, y, a.size)
+        blocks = blocks_of_threads(a.size, per_thread=4)
+        launch(f"add_{kind_of(a)}", blocks, THREADS, a, b, y, a.size)
         return y
 
     def zeros_like(self):
@@ -178,8 +188,8 @@ class Array(DeviceArray):
 class Table:
     """A table of addresses and integers in device memory, for kernels that process many arrays.
 
-    `rows` is a list of equally long lists of Arrays and integers. `array` is an int64 Array (rows,
-    columns) that contains the integers and the addresses of the Arrays.
+    `rows` is a list of equally long lists of Arrays, integers and None, whose address is 0. `array`
+    is an int64 Array (rows, columns) that contains the integers and the addresses of the Arrays.
     """
 
     dtype = np.dtype("i8")
@@ -199,7 +209,10 @@ class Table:
     def filled(self):
         """Return the table as a NumPy array of int64; all addresses must be known."""
         return np.array(
-            [[v.address if isinstance(v, Array) else int(v) for v in row] for row in self.rows],
+            [
+                [v.address if isinstance(v, Array) else int(v or 0) for v in row]
+                for row in self.rows
+            ],
             np.int64,
         )
 
@@ -207,14 +220,14 @@ class Table:
 class Rows:
     """Rows of a kernel's table, which one launch processes: blocks with blockIdx.y = i take row i.
 
-    The table is the kernel's only argument. `add` adds a row of Arrays and integers that keeps
-    `blocks` blocks of `block` threads busy. A launch has equally many blocks for each row, and not
-    always that many, so the kernel divides a row's work by gridDim.x.
+    The table is the kernel's only argument. A launch has equally many blocks for each row, at most
+    as many as the row that can use most, so the kernel divides a row's work by gridDim.x.
+    `results` has the Arrays that each row writes.
     """
 
     def __init__(self, name, block, defines=None):
         self.name, self.block, self.defines = name, block, defines or {}
-        self.rows, self.blocks = [], 0
+        self.rows, self.results, self.blocks = [], [], 0
 
     @property
     def key(self):
@@ -224,9 +237,12 @@ class Rows:
     def arrays(self):
         return [value for row in self.rows for value in row if isinstance(value, Array)]
 
-    def add(self, row, blocks):
-        self.rows.append(row)
+    def add(self, rows, results, blocks):
+        """Add rows that can use up to `blocks` blocks each."""
+        self.rows += rows
+        self.results += results
         self.blocks = max(self.blocks, blocks)
+        return self
 
     def made(self):
         """Return the Launch of all rows."""
@@ -262,6 +278,12 @@ class Eager:
 
     def before_step(self, rows):
         rows.launch()
+
+    def later(self, rows):
+        rows.launch()
+
+    def take(self, name, result):
+        return None  # no row waits
 
     def scalar(self, name, value, dtype):
         return self._uploaded(np.atleast_1d(np.asarray(value, dtype)))
@@ -336,10 +358,10 @@ def blocks_of_threads(elements, per_thread=1):
 
 
 def kind_of(x):
-    """Return the type of x as it appears in kernel names: "float" or "double"."""
+    """Return the type of x as it appears in kernel names: "value" or "double"."""
     kind = KINDS.get(x.dtype.str[1:])
     if kind is None:
-        raise TypeError(f"expected float32 or float64, got {x}")
+        raise TypeError(f"expected float32, bfloat16 or float64, got {x}")
     return kind
 
 
@@ -363,9 +385,26 @@ def before_step(name, row, blocks, block, defines=None):
     yet. If the step has computed a source, the row is launched at once. A step must not write to a
     source that lies outside its memory, except by `Recorder.store`.
     """
-    rows = Rows(name, block, defines)
-    rows.add(row, blocks)
-    process.sink.before_step(rows)
+    process.sink.before_step(Rows(name, block, defines).add([row], [()], blocks))
+
+
+def later(name, row, results, blocks, block):
+    """Launch a kernel for a row of its table, in a recorded step as late as possible.
+
+    All rows of a kernel that wait go out in one launch (see `Rows`), as soon as the step uses one
+    of their results or overwrites one of their sources, or at its end. `results` are the Arrays of
+    the row that the kernel writes.
+    """
+    if blocks:
+        process.sink.later(Rows(name, block).add([row], [results], blocks))
+
+
+def take(name, result):
+    """Return the waiting row of a kernel that computes only `result`, or None; drop the row.
+
+    The caller must then compute the result by itself.
+    """
+    return process.sink.take(name, result)
 
 
 def scalar(name, value, dtype=np.float32):

@@ -10,6 +10,7 @@ The Python code of the training step runs once while a `Recorder` is the launch 
   learning rate) in `controls`. The first kernel of a training step fills `controls` from a row of
   pinned memory, to which the host has written the scalars. The launches that `before_step`
   collected follow.
+- The launches of `later` wait until something needs their results, and go out together.
 - It splits the launches into segments at each exchange of sums through host memory, and captures
   each segment as one CUDA graph.
 
@@ -25,6 +26,8 @@ from mpidl.backends import memory_plan
 from mpidl.backends.gpu import kernels, launching, program
 from mpidl.backends.gpu.launching import Array
 from mpidl.backends.gpu.program import ROWS, Operation, Program
+
+WAITING = 1 << 28  # bytes: limit of the Arrays that launches may keep in memory by waiting
 
 
 class Planned:
@@ -45,6 +48,7 @@ class Recorder:
         self.slots, self.words = {}, 0  # {name: (Array, initial value)}
         self.touched = {}  # {id(buffer): last operation} of buffers outside the slab
         self.early = {}  # {key: Rows} of the launches before the first operation
+        self.waiting = {}  # {key: Rows} of the launches that nothing needs yet
 
     # interface of a launch sink
 
@@ -54,21 +58,58 @@ class Recorder:
         return buffer
 
     def launch(self, launch):
-        arrays = []
-        for value in launch.arguments:
-            arrays += value.arrays if isinstance(value, launching.Table) else []
-            arrays += [value] if isinstance(value, Array) else []
-        self._step(program.kernel(launch), arrays)
+        read, written = [], []
+        for value, parameter in zip(launch.arguments, launch.parameters, strict=True):
+            if isinstance(value, launching.Table):
+                written += value.arrays
+            elif isinstance(value, Array):
+                (read if parameter.is_const else written).append(value)
+        self._settle(read, written)
+        self._step(program.kernel(launch), read + written)
 
     def before_step(self, rows):
         arrays = rows.arrays
+        self._settle(arrays)
         if any(getattr(array.buffer, "first", None) is not None for array in arrays):
             rows.launch()  # the step has computed a source
             return
         self._touch(arrays, -1)
-        early = self.early.setdefault(rows.key, rows)
-        if early is not rows:
-            early.add(rows.rows[0], rows.blocks)
+        _collect(self.early, rows)
+
+    def later(self, rows):
+        own = {id(array.buffer) for results in rows.results for array in results}
+        self._settle([array for array in rows.arrays if id(array.buffer) not in own])
+        _collect(self.waiting, rows)
+        if sum(array.nbytes for rows in self.waiting.values() for array in rows.arrays) > WAITING:
+            self._settle_all()
+
+    def take(self, name, result):
+        for key, rows in self.waiting.items():
+            for i, results in enumerate(rows.results):
+                if name == rows.name and [*map(_place, results)] == [_place(result)]:
+                    row, _ = rows.rows.pop(i), rows.results.pop(i)
+                    if not rows.rows:
+                        del self.waiting[key]
+                    return row
+        return None
+
+    def _settle(self, read, written=()):
+        """Launch the waiting rows that compute an Array, or that read one that is `written`."""
+        results = {id(array.buffer) for array in (*read, *written)}
+        sources = {id(array.buffer) for array in written}
+        for key, rows in list(self.waiting.items()):
+            computed = {id(array.buffer) for results in rows.results for array in results}
+            if computed & results or {id(array.buffer) for array in rows.arrays} & sources:
+                self._launch(key)
+
+    def _settle_all(self):
+        for key in list(self.waiting):
+            self._launch(key)
+
+    def _launch(self, key):
+        if key in self.waiting:
+            with launching.through(self):
+                self.waiting.pop(key).launch()
 
     def scalar(self, name, value, dtype):
         value = np.atleast_1d(np.asarray(value, dtype))
@@ -98,12 +139,14 @@ class Recorder:
         has the shape (width,).
         """
         target = launching.empty(matrix.shape[1:], matrix.dtype)
+        self._settle([matrix])
         step = program.exchange(self.device, world, tree, matrix, combine, target)
         self._step(step, [matrix, target])
         return target
 
     def between(self, mover, source, target):
         """Record an operation that gathers `source` from all ranks into `target`, GPU to GPU."""
+        self._settle([source], [target])
         step = Operation(lambda device: mover.allgather(source, target), mover.captured)
         self._step(step, [source, target])
 
@@ -135,6 +178,7 @@ class Recorder:
 
         `outputs` are the scalars that the host receives after each step, {name: Array () float64}.
         """
+        self._settle_all()
         self._store()
         ends = list(outputs.values())
         addresses = self.table([[array] for array in ends])
@@ -211,6 +255,14 @@ class Recorder:
         for buffer, offset in zip(todo, offsets, strict=True):
             buffer.address = slab.address + offset
         return slab, total
+
+
+def _collect(collected, rows):
+    """Add Rows to the Rows of the same launch in {key: Rows}."""
+    if rows.key in collected:
+        collected[rows.key].add(rows.rows, rows.results, rows.blocks)
+    else:
+        collected[rows.key] = rows
 
 
 def _place(array):

@@ -15,7 +15,7 @@ class Text:
     family = "test"
 
     def __init__(self, text, **defines):
-        self.text = kernels.source("common.cuh") + text
+        self.text = kernels.source("common.cuh") + '#line 1 "test.cu"\n' + text
         self.defines = tuple(sorted(defines.items()))
 
 
@@ -167,7 +167,20 @@ extern "C" __global__ void __launch_bounds__(64) unaligned(float* x) {
     DYN_SMEM(float, s);
     cp_async16(s + 1, x, true);
 }
+extern "C" __global__ void __launch_bounds__(64) misaligned(float* x, int by) {
+    if (threadIdx.x == 0) *(float4*)(x + by) = *(const float4*)(x + 4);
+}
+extern "C" __global__ void __launch_bounds__(64) overflowing(float* x, int n) {
+    if (threadIdx.x == 0) x[0] = n * 65536 / 65536;
+}
 """
+
+
+@pytest.mark.parametrize("name, argument", [("misaligned", 8), ("overflowing", 1 << 14)])
+def test_aligned_accesses_and_small_numbers_are_no_faults(device, name, argument):
+    x = array.plain(np.full(64, 1 << 14, np.float32))
+    launch(device, Text(FAULTS), name, 1, 64, x, argument)
+    assert (x.numpy() == 1 << 14).all()
 
 
 @ORDERS
@@ -181,6 +194,8 @@ extern "C" __global__ void __launch_bounds__(64) unaligned(float* x) {
         ("alone", (), "some lanes wait in a warp collective for ever"),
         ("apart", (), "lanes wait in different collectives"),
         ("unaligned", (), "an address is not aligned to 16 bytes"),
+        ("misaligned", (2,), "kernel misaligned: an address is not aligned to 16 bytes in test.cu"),
+        ("overflowing", (1 << 15,), "kernel overflowing: a signed integer overflows in test.cu"),
     ],
 )
 def test_faults_of_kernels_raise_an_error(device, name, arguments, message):

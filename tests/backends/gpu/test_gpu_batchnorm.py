@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from cases import CHANNELS
 from conformance import arguments, share
+from support.recorded import recorded
 from test_conformance import BY_NAME
 
 from mpidl.backends import REFERENCE as reference
+from mpidl.backends.deferred import NormalizedInput
 from mpidl.backends.gpu import activation as activations
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.backends.gpu.backend import GPU
@@ -134,8 +136,49 @@ def test_statistics_without_images_are_finite(device):
 
 
 def test_all_running_statistics_are_updated_in_one_launch(device):
-    olds = [array.plain(drawn(i, size)) for i, size in enumerate((3, 3, 200, 1))]
-    batchnorm.running(olds, [array.plain(np.ones(old.size)) for old in olds], 0.1)
-    assert device.launched == ["running"]
+    """The averages of all layers, whose decay may differ."""
+    olds = [array.plain(drawn(i, size)) for i, size in enumerate((3, 3, 200, 200, 1, 1))]
+    ones = [array.plain(np.ones(old.size)) for old in olds]
+
+    def step():
+        layers = (0, 0.1), (2, 0.25), (4, 1.0)
+        news = [batchnorm.running(olds[i : i + 2], ones[i : i + 2], x) for i, x in layers]
+        return [new for pair in news for new in pair]
+
+    news, names = recorded(device, step)
+    assert names == ["program_begin", "running", "program_end"]
+    for old, new, decay in zip(olds, news, np.repeat([0.1, 0.25, 1.0], 2), strict=True):
+        exact = old.numpy() + decay * (1 - old.numpy().astype("f8"))
+        np.testing.assert_array_equal(new, exact.astype("f4"))
     with pytest.raises(TypeError, match="expected float32 and float64 arrays of equal size"):
         batchnorm.running([launching.empty((3,))], [launching.empty((3,))], 0.1)
+
+
+@pytest.mark.parametrize("shape", CHANNELS, ids=str)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_gradient_of_a_sum_reads_bits_with_the_bytes_of_the_sum_itself(device, shape, parts):
+    values = arguments(BY_NAME[f"batchnorm_sums, {shape}"], GPU, share(2))
+    x, vectors_of_x = values["x"], map(array.plain, vectors(shape[0], "msb"))
+    operand = NormalizedInput(x, *vectors_of_x)
+    y = GPU.add_relu(operand, array.lanes(drawn(0, *x.shape)))
+    assert (y.positive is not None) == (shape[0] % 4 == 0)
+    copy = array.lanes(y.numpy())
+    cotangents = [values["dy"]] * parts
+    outputs = [
+        GPU.add_relu_dx(cotangents, read, [None, operand], values["tree"]) for read in (y, copy)
+    ]
+    dz = activations.relu_dx(values["dy"] if parts == 1 else values["dy"] + values["dy"], copy)
+    outputs.append((dz, [None, GPU.batchnorm_sums(dz, x, operand.mean, values["tree"])]))
+    for gradient, (nothing, sums) in outputs:
+        assert nothing is None and np.array_equal(root(sums), root(outputs[-1][1][1]))
+        assert gradient.numpy().tobytes() == dz.numpy().tobytes()
+    assert dz.numpy().any() and not dz.numpy().all()
+
+
+def test_an_addition_of_normalizations_is_one_kernel_in_each_direction(device):
+    lanes = [array.lanes(drawn(i, 1, 4, 6, 6, LANES)) for i in (0, 1)]
+    sources = [NormalizedInput(x, *map(array.plain, vectors(4, "msb"))) for x in lanes]
+    y = GPU.add_relu(*sources)
+    GPU.add_relu_dx([y, y], y, sources, tree(1))
+    assert device.launched[:2] == ["add_values", "add_relu_dx"]
+    assert {name.split("_")[0] for name in device.launched[2:]} <= {"fold"}

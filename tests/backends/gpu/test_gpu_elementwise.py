@@ -39,7 +39,7 @@ def test_add_keeps_shape_and_order(device):
     assert total.order == array.FILTERS and np.array_equal(total.numpy(), a + b)
     with pytest.raises(ValueError, match="they differ in shape, type or order"):
         array.filters(a) + array.plain(b)
-    with pytest.raises(TypeError, match="expected float32 or float64"):
+    with pytest.raises(TypeError, match="expected float32, bfloat16 or float64"):
         array.plain(np.arange(3)) + array.plain(np.arange(3))
 
 

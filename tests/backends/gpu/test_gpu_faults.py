@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import test_gpu_activation as activation
+import test_gpu_batchnorm as batchnorm
 import test_gpu_dense as dense
 import test_gpu_elementwise as elementwise
 import test_gpu_fold as fold
@@ -84,6 +85,27 @@ FAULTS = [
         check=check_on_gpu,
         arguments=("batchnorm_dx, (4, 6, 6)",),
     ),
+    *faults(
+        "batchnorm",
+        batchnorm.test_the_gradient_of_a_sum_reads_bits_with_the_bytes_of_the_sum_itself,
+        (20, 3, 5),
+        2,
+        edits={
+            "the bits of a sum have another order": (
+                "bits >> k & 1",
+                "bits >> (VEC - 1 - k) & 1",
+            ),
+            "only one cotangent of a sum is read": ("g[i].at[k] + more.at[k]", "g[i].at[k]"),
+        },
+    ),
+    Fault(
+        family="batchnorm",
+        description="the upper limit of an activation passes gradients",
+        old="gated(g[i].at[k], y, source.low, source.high) : g[i].at[k];\n          some",
+        new="gated(g[i].at[k], y, source.low, 1e9f) : g[i].at[k];\n          some",
+        check=check_on_gpu,
+        arguments=("activation_sums, (20, 3, 5), clip",),
+    ),
     Fault(
         family="batchnorm",
         description="moments are merged without the distance of their means",
@@ -108,13 +130,52 @@ FAULTS = [
         check=fold.test_a_fold_has_the_bytes_of_the_host,
         arguments=("moments", 21),
     ),
+    *faults(
+        "fold",
+        fold.test_the_spread_over_threads_does_not_change_a_byte,
+        "double",
+        edits={
+            "no barrier between threads that share a node": (
+                f"    {BARRIER}\n    if (line",
+                "    if (line",
+            ),
+            "no barrier before the next columns": (f"{BARRIER}  // before the next columns", ""),
+        },
+    ),
+    *faults(
+        "fold",
+        fold.test_many_leaves_take_one_launch,
+        edits={
+            "no barrier before the next pass": (f"{BARRIER}  // before the next pass", ""),
+            "the node of the last pass is not combined": ("else if (!last)", "else"),
+        },
+    ),
     Fault(
         family="fold",
-        description="no barrier between threads that share a node",
-        old=BARRIER,
-        new="",
-        check=fold.test_the_spread_over_threads_does_not_change_a_byte,
-        arguments=("double",),
+        description="unequal counts have equal weights",
+        old="if (n != m || n > 1 << 26)",
+        new="if (n > 1 << 26)",
+        check=fold.test_a_fold_has_the_bytes_of_the_host,
+        arguments=("moments", 21),
+    ),
+    *faults(
+        "fold",
+        fold.test_statistics_and_factors_fold_waiting_sums,
+        13,
+        edits={
+            "statistics of other channels": (
+                "shift[c] = (float)all.mean",
+                "shift[c] = (float)mean[0]",
+            ),
+            "the sums of products are not stored": ("x[width + column] = v.product;", ""),
+        },
+    ),
+    Fault(
+        family="batchnorm",
+        description="all layers have the decay of the first",
+        old="__longlong_as_double(row[4])",
+        new="__longlong_as_double(table[4])",
+        check=batchnorm.test_all_running_statistics_are_updated_in_one_launch,
     ),
     Fault(
         family="fold",

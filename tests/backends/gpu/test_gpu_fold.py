@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from support.recorded import recorded
 
-from mpidl.backends.gpu import array, launching
+from mpidl.backends.gpu import array, batchnorm, launching, recorder
 from mpidl.backends.gpu import fold as gpu_fold
 from mpidl.core import fold
 
@@ -93,15 +94,17 @@ def test_negative_control_adding_in_turn_gives_other_bytes():
 
 @ALL_KINDS
 def test_the_spread_over_threads_does_not_change_a_byte(device, monkeypatch, kind):
-    """Fold several nodes at once with different numbers of columns, rows and chunks."""
+    """Fold several nodes at once with different numbers of threads, columns and chunks."""
     combine, _ = KINDS[kind]
     leaves = leaves_of(kind, 61, 21)
     ranges = [(0, 32), (32, 1), (33, 28)]
     expected = b"".join(root_of(leaves[a : a + n], combine).tobytes() for a, n in ranges)
-    spreads = [(4, 8, 4), (4, 16, 2), (8, 32, 1)]  # (columns, rows, chunk)
-    spreads += [] if kind == "moments" else [(256, 1, 64), (32, 1, 32), (32, 4, 8), (8, 4, 16)]
-    for spread in spreads:
+    spreads = [(128, 4, 4), (64, 2, 4), (32, 1, 4), (32, 4, 4)]  # (threads, columns, chunk)
+    if kind != "moments":
+        spreads = [(256, 4, 1), (512, 8, 1), (64, 4, 4), (256, 256, 64), (128, 32, 16)]
+    for threads, *spread in spreads:
         monkeypatch.setattr(gpu_fold, "spread", lambda *_, spread=spread: spread)
+        monkeypatch.setitem(gpu_fold.THREADS, kind, threads)
         nodes = gpu_fold.fold_rows(array.plain(leaves), ranges, combine)
         assert nodes.numpy().tobytes() == expected, spread
 
@@ -114,27 +117,35 @@ def test_sums_of_any_width(device, width):
 
 
 def test_every_spread_covers_its_leaves():
-    for kind, limit in gpu_fold.LEAVES.items():
-        counts = [n for n in (1, 3, 4, 5, 16, 17, 250, 1000, limit) if n <= limit]
-        for width in (1, 20, 1 << 10, 1 << 15):
-            for leaves in counts:
-                columns, rows, chunk = gpu_fold.spread(width, leaves, kind)
-                assert rows * chunk >= leaves and chunk & (chunk - 1) == 0
-                assert columns * rows % 32 == 0
-                assert columns * rows <= (1024 if kind == "moments" else 512)
-                assert kind != "moments" or chunk <= 4
+    for kind, threads in gpu_fold.THREADS.items():
+        for width in (1, 20, 300, 1 << 10, 1 << 15):
+            for leaves in (1, 3, 4, 5, 16, 17, 250, 1000, 1 << 20):
+                columns, chunk = gpu_fold.spread(width, leaves, kind)
+                assert threads % columns == 0 and chunk & (chunk - 1) == 0
+                if kind == "moments":
+                    assert columns <= 4 == chunk
+                    assert gpu_fold.threads_of(leaves, columns) % (32 * columns) in (0, 32, 64)
+                else:
+                    assert threads // columns * chunk >= leaves
 
 
-@ALL_KINDS
-def test_more_leaves_than_one_launch_takes(device, monkeypatch, kind):
-    combine, _ = KINDS[kind]
-    monkeypatch.setitem(gpu_fold.LEAVES, kind, 32)  # groups of 2
-    leaves = leaves_of(kind, 201, 5)
-    ranges = [(0, 128), (128, 64), (192, 9)]
-    nodes = gpu_fold.fold_rows(array.plain(leaves), ranges, combine).numpy()
-    for node, (first, count) in zip(nodes, ranges, strict=True):
-        assert node.tobytes() == root_of(leaves[first : first + count], combine).tobytes()
-    assert len(device.launched) == 3  # 128 leaves are folded into 64 rows, then 32, then 1
+def test_many_leaves_take_one_launch(device):
+    """More leaves than the threads of a block, and columns whose loop takes several rounds."""
+    leaves = leaves_of("moments", 9000, 7)
+    root = gpu_fold.fold_rows(array.plain(leaves), [(0, 9000)], fold.merge_moments)
+    assert root.numpy().tobytes() == root_of(leaves, fold.merge_moments).tobytes()
+    assert device.launched == ["fold_moments"]
+
+
+def test_padding_of_moments_is_ignored(device):
+    """Leaves with the count 0 change nothing, even if the rest of their row is not initialized."""
+    leaves = leaves_of("moments", 45, 7)
+    expected = root_of(leaves, fold.merge_moments).tobytes()
+    leaves[leaves[:, 0] == 0, 1:] = np.nan
+    padded = np.full((64, 7), np.nan)
+    padded[:45], padded[45:, 0] = leaves, 0
+    root = gpu_fold.fold_rows(array.plain(padded), [(0, 64)], fold.merge_moments)
+    assert root.numpy().tobytes() == expected
 
 
 @ALL_KINDS
@@ -146,6 +157,75 @@ def test_any_schedule_gives_the_same_bytes(emulated, kind):
             for _ in range(2):
                 root = gpu_fold.fold_rows(array.plain(leaves), [(0, 45)], combine)
                 assert root.numpy().tobytes() == root_of(leaves, combine).tobytes()
+
+
+@ALL_KINDS
+def test_folds_of_a_recorded_step_go_out_together(device, kind):
+    combine, _ = KINDS[kind]
+    sums = [leaves_of(kind, count, width) for count, width in ((61, 21), (2, 999), (300, 3))]
+    arrays = [array.plain(x) for x in sums]
+    roots, names = recorded(
+        device, lambda: [gpu_fold.fold_rows(x, [(0, len(x))], combine).row(0) for x in arrays]
+    )
+    assert names == ["program_begin", f"fold_{kind}", "program_end"]
+    for root, leaves in zip(roots, sums, strict=True):
+        assert root.tobytes() == root_of(leaves, combine).tobytes()
+
+
+def test_a_fold_waits_until_its_root_is_read_or_its_leaves_are_overwritten(device):
+    values = [leaves_of("float", 5, width) for width in (7, 8, 9)]
+
+    sources = [array.plain(x) for x in values]
+
+    def step():
+        leaves = [x + x for x in sources]
+        roots = [gpu_fold.fold_rows(x, [(0, 5)]).row(0) for x in leaves[:2]]
+        doubled = roots[0] + roots[0]  # reads a root
+        last = gpu_fold.fold_rows(leaves[2], [(0, 5)]).row(0)
+        words = array.Array(leaves[2].buffer, np.int32, (leaves[2].size,))
+        launching.launch("zero_words", 1, 256, words, words.size)
+        return [doubled, roots[1], last]
+
+    roots, names = recorded(device, step)
+    adds = ["add_value"] * 3
+    folds = ["fold_float", "add_value", "fold_float", "zero_words"]
+    assert names == ["program_begin", *adds, *folds, "program_end"]
+    expected = [root_of(2 * x, fold.add) for x in values]
+    expected[0] = expected[0] * 2
+    for root, total in zip(roots, expected, strict=True):
+        assert root.tobytes() == total.tobytes()
+
+
+def test_waiting_folds_keep_a_limited_amount_of_memory(device, monkeypatch):
+    monkeypatch.setattr(recorder, "WAITING", 10_000)
+    values = [array.plain(leaves_of("float", 10, 100)) for _ in range(4)]
+    step = lambda: [gpu_fold.fold_rows(x, [(0, 10)]).row(0) for x in values]  # noqa: E731
+    _, names = recorded(device, step)
+    assert names.count("fold_float") == 2
+
+
+@pytest.mark.parametrize("count", [1, 13, 1500])
+def test_statistics_and_factors_fold_waiting_sums(device, count):
+    """The kernels that fold give the bytes of separate kernels, and store the roots."""
+    channels = 9
+    moments = array.plain(leaves_of("moments", count, 2 * channels + 1))
+    sums = array.plain(leaves_of("double", count, 2 * channels))
+    gamma = array.plain(np.linspace(-1, 2, channels, dtype="f4"))
+
+    def step():
+        of_moments = gpu_fold.fold_rows(moments, [(0, count)], fold.merge_moments).row(0)
+        of_sums = gpu_fold.fold_rows(sums, [(0, count)]).row(0)
+        statistics = batchnorm.statistics(of_moments, gamma, 1e-5)
+        factors = batchnorm.batchnorm_factors(of_sums, gamma, statistics)
+        return [*statistics, *factors, of_moments, of_sums]
+
+    eager = [x.numpy() for x in step()]
+    replayed, names = recorded(device, step)
+    assert names == ["program_begin", "statistics", "batchnorm_factors", "program_end"]
+    for one, other in zip(eager, replayed, strict=True):
+        assert np.isfinite(one).all() and one.tobytes() == other.tobytes()
+    roots = root_of(moments.numpy(), fold.merge_moments), root_of(sums.numpy(), fold.add)
+    assert [x.tobytes() for x in replayed[-2:]] == [x.tobytes() for x in roots]
 
 
 @ALL_KINDS
