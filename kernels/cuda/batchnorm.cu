@@ -8,10 +8,7 @@
 constexpr int THREADS = 256;
 // The number of rows that are loaded and summed at once, for parallel loads and short sums.
 constexpr int TOGETHER = 8;
-<<<<<<< HEAD
-=======
 constexpr int FEW = TOGETHER / 2;  // the same if each row is read from several arrays
->>>>>>> main
 
 struct Place {
   int channel, row, rows;  // first channel; first row; rows that a block processes at once
@@ -36,10 +33,6 @@ template <int VEC> __device__ __forceinline__ Place place(int channels, int tile
       function<1>(__VA_ARGS__);                                                                    \
   } while (0)
 
-<<<<<<< HEAD
-__device__ __forceinline__ float rectified(float x) { return x <= 0 ? 0 : x; }  // NaN stays NaN
-__device__ __forceinline__ float gated(float dy, float y) { return y > 0 ? dy : 0; }
-=======
 // The operand of a kernel: x or, if `mean` is not null, an activation that is computed while x is
 // read. Without `scale`, only the mean is subtracted.
 struct Source {
@@ -69,11 +62,6 @@ __device__ __forceinline__ float normalized(float x, const Norm<VEC>& norm, int 
 }
 
 __device__ __forceinline__ float rectified(float x) { return x <= 0 ? 0 : x; }  // NaN stays NaN
-__device__ __forceinline__ float gradient(float dz, float x, float mean, float a, float b,
-                                          float c) {
-  return fmaf(a, dz, fmaf(x - mean, b, c));
-}
->>>>>>> main
 
 // Adds up v over the rows of each column, in an order that depends only on `tile`. Row 0 gets the
 // sum.

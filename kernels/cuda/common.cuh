@@ -141,6 +141,10 @@ __device__ __forceinline__ float clipped(float y, float low, float high) {
 __device__ __forceinline__ float gated(float dy, float y, float low, float high) {
     return y > low && y < high ? dy : 0.f;
 }
+__device__ __forceinline__ float gradient(float dz, float x, float mean, float a, float b,
+                                          float c) {
+    return fmaf(a, dz, fmaf(x - mean, b, c));
+}
 
 // Loops over the indices below `count`; neighbouring threads of the grid get neighbouring indices.
 #define EACH_INDEX(i, count)                                                                       \
@@ -172,30 +176,6 @@ __device__ __forceinline__ void each_four(const value* dy, const value* y, value
         for (int k = 0; k < 4; ++k) g.at[k] = f(g.at[k], v.at[k]);
         store<4>(dx + 4 * i, g);
     }
-}
-
-// Loads part of a vector of floats, which need not be aligned to more than 4 bytes.
-template <int N> __device__ __forceinline__ Floats<N> each(const float* vector, int first) {
-    Floats<N> v;
-#pragma unroll
-    for (int k = 0; k < N; ++k) v.at[k] = vector[first + k];
-    return v;
-}
-
-// A batch normalization with limits (0 and infinity for ReLU), and its gradient, for one number.
-// Fused and separate kernels use these functions, so both give the same bytes. NaN stays NaN.
-__device__ __forceinline__ float normalized(float x, float mean, float scale, float beta) {
-    return fmaf(x - mean, scale, beta);
-}
-__device__ __forceinline__ float clipped(float x, float low, float high) {
-    return x <= low ? low : x >= high ? high : x;
-}
-__device__ __forceinline__ float gated(float dy, float y, float low, float high) {
-    return y > low && y < high ? dy : 0;
-}
-__device__ __forceinline__ float gradient(float dz, float x, float mean, float a, float b,
-                                          float c) {
-    return fmaf(a, dz, fmaf(x - mean, b, c));
 }
 
 #if defined(MPIDL_EMULATED) || __CUDA_ARCH__ >= 800

@@ -123,8 +123,8 @@ conv_dweight(const value* __restrict__ dy, const value* __restrict__ x,
     Floats<VECTOR_X> m = {}, s = {}, b = {};
     if (INPUT && m_of_chunk < MD) {
         const int channel = (group * CG + c_of_chunk) % period;
-        m = each<VECTOR_X>(mean, channel), s = each<VECTOR_X>(scale, channel);
-        b = each<VECTOR_X>(beta, channel);
+        m = of_channels<VECTOR_X>(mean, channel), s = of_channels<VECTOR_X>(scale, channel);
+        b = of_channels<VECTOR_X>(beta, channel);
     }
     constexpr bool ROUNDS = TERMS == 1 && IS_FLOAT;
     // Changes what this thread has copied: normalizes x, and rounds both.

@@ -215,11 +215,11 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
         const int h_by = i_h * vertical.move, w_by = (tap - i_h * taps_along) * level.move;
         const int of_vectors = (group * CG + channel) % period;
         Floats<VECTOR> m, s, t, fa, fb, fc;
-        if (INPUT) m = each<VECTOR>(mean, of_vectors);
-        if (INPUT && scale) s = each<VECTOR>(scale, of_vectors), t = each<VECTOR>(beta, of_vectors);
+        if (INPUT) m = of_channels<VECTOR>(mean, of_vectors);
+        if (INPUT && scale) s = of_channels<VECTOR>(scale, of_vectors), t = of_channels<VECTOR>(beta, of_vectors);
         if (INPUT == 2) {
-            fa = each<VECTOR>(a, of_vectors), fb = each<VECTOR>(b, of_vectors);
-            fc = each<VECTOR>(c, of_vectors);
+            fa = of_channels<VECTOR>(a, of_vectors), fb = of_channels<VECTOR>(b, of_vectors);
+            fc = of_channels<VECTOR>(c, of_vectors);
         }
         u32* as = memory + stage * STAGE;
 #pragma unroll 2
@@ -363,13 +363,13 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
     const int column = tid % GROUPS * ACROSS, line = tid / GROUPS;
     const bool is_mine = line < ROWS && n0 + column < KG;
     Floats<ACROSS> of_bias = {};
-    if (bias && is_mine) of_bias = each<ACROSS>(bias, group * KG + n0 + column);
+    if (bias && is_mine) of_bias = of_channels<ACROSS>(bias, group * KG + n0 + column);
     for (int i = line; is_mine && i < BM; i += ROWS) {
         Floats<ACROSS> v;
 #pragma unroll
         for (int e = 0; e < ACROSS; ++e) {
             v.at[e] = tile[i * PITCH + column + e] + of_bias.at[e];
-            if (MOMENTS) tile[i * PITCH + column + e] = get(put(v.at[e]));
+            if (MOMENTS) tile[i * PITCH + column + e] = as_stored(v.at[e]);
         }
         if (row_table[i].to >= 0) store<ACROSS>(y + row_table[i].to + column, v);
     }
