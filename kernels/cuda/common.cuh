@@ -239,6 +239,6 @@ __device__ __forceinline__ void tf32_parts(u32 number, u32& high, u32& low) {
 // the nearest number. Infinity and NaN are not changed, because the addition could turn them into
 // numbers.
 __device__ __forceinline__ float rounded_to_tf32(float number) {
-    const u32 bits = __float_as_uint(number);
-    return __uint_as_float((~bits & 0x7f800000u) ? bits + 0x1000u : bits);
+    const bool is_finite = fabsf(number) < __int_as_float(0x7f800000);
+    return is_finite ? __uint_as_float(__float_as_uint(number) + 0x1000u) : number;
 }

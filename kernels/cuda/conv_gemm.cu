@@ -52,6 +52,15 @@ typedef float result;
 typedef value result;
 #endif
 
+template <int N> __device__ __forceinline__ void store_result(result* y, Floats<N> v) {
+#if WIDE
+    struct alignas(N * 4) Whole { float at[N]; };
+    *reinterpret_cast<Whole*>(y) = *reinterpret_cast<const Whole*>(v.at);
+#else
+    store<N>(y, v);
+#endif
+}
+
 constexpr int WORDS = 32;                       // words of 4 bytes of a row of a step
 constexpr int IN_WORD = 4 / (int)sizeof(value);  // elements in a word
 constexpr int BK = WORDS * IN_WORD;
@@ -68,7 +77,6 @@ static_assert(BM * PITCH + 2 * ROWS * BN <= STAGES * STAGE, "");
 
 struct alignas(16) Row {
     long long at;  // x at tap (0, 0)
-    long long to;  // y, or -1 if there is no such row
     int h, w;      // row and column of x at tap (0, 0)
 };
 
@@ -123,6 +131,7 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
 
     DYN_SMEM(u32, memory);
     __shared__ Row row_table[BM];
+    __shared__ long long row_of_y[BM];  // the position of a row in y, or -1
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int wm = warp / WARPS_N * WM, wn = warp % WARPS_N * WN;
     int rest = blockIdx.x;  // blocks that share A are neighbours
@@ -152,6 +161,7 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
     const int taps_along = is_class ? level.count : S;
     const int depth = is_class ? vertical.count * level.count * CG : KD;
     const int steps = (depth + BK - 1) / BK;
+    const bool is_ragged = depth % BK != 0;  // the last step has less than BK elements
     const long long m0 = (long long)rest * BM - skipped, rows = (long long)images * down * along;
 
     for (int i = tid; i < BM; i += THREADS) {
@@ -166,29 +176,35 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
             row.h = p * shape[8] - shape[10], row.w = q * shape[9] - shape[11];
         }
         row.at = ((image * H + row.h) * W + row.w) * C + group * CG;
-        row.to = ((image * P + p) * Q + q) * K + group * KG + n0;
-        if (m < 0 || m >= rows) row.h = -(1 << 29), row.to = -1;  // outside of every image
+        const bool exists = m >= 0 && m < rows;
+        if (!exists) row.h = -(1 << 29);  // outside of every image
         row_table[i] = row;
+        row_of_y[i] = exists ? ((image * P + p) * Q + q) * K + group * KG + n0 : -1;
     }
     __syncthreads();
 
     const int chunk = tid % CHUNKS, first = tid / CHUNKS;
+    const int of_chunk = place(first, chunk * VECTOR / IN_WORD);
+    // Returns the position of this thread's part of row `first + i * STEP`, in values.
+    auto part_of = [&](int i) {
+        const int word = STEP % 8 ? place(first + i * STEP, chunk * VECTOR / IN_WORD)
+                                  : of_chunk + i * STEP * WORDS;
+        return word * IN_WORD + chunk * VECTOR % IN_WORD;
+    };
     auto load = [&](int step, int stage) {
         const int k = step * BK + chunk * VECTOR;
         const int tap = k / CG, channel = k - tap * CG, i_h = tap / taps_along;
         const int i_w = tap - i_h * taps_along, h_by = i_h * vertical.move, w_by = i_w * level.move;
         const bool is_inside = k < depth;
-        u32 *as = memory + stage * STAGE, *bs = as + OF_B;
+        value *as = (value*)(memory + stage * STAGE), *bs = as + OF_B * IN_WORD;
 #pragma unroll 2  // full unrolling would cost registers
         for (int i = 0; i < BM / STEP; ++i) {
             const Row row = row_table[first + i * STEP];
             const bool ok = is_inside && (u32)(row.h + h_by) < (u32)H &&
                             (u32)(row.w + w_by) < (u32)W;
             const long long at = ok ? row.at + ((h_by * W + w_by) * C + channel) : 0;
-            value* to = (value*)(as + place(first + i * STEP, chunk * VECTOR / IN_WORD)) +
-                        chunk * VECTOR % IN_WORD;
-            copy_async<VECTOR>(to, x + at, ok);
-            if (INPUT == 2) copy_async<VECTOR>(to + OF_X * IN_WORD, inputs + at, ok);
+            copy_async<VECTOR>(as + part_of(i), x + at, ok);
+            if (INPUT == 2) copy_async<VECTOR>(as + part_of(i) + OF_X * IN_WORD, inputs + at, ok);
         }
         const int of_tap = is_class ? (vertical.first + i_h * vertical.step) * S + level.first +
                                           i_w * level.step
@@ -199,11 +215,10 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
             if (BN % STEP && n >= BN) break;
             const bool ok = is_inside && n0 + n < KG;
             const long long at = ok ? (long long)(n0 + n) * KD + of_tap * CG + channel : 0;
-            value* to = (value*)(bs + place(n, chunk * VECTOR / IN_WORD)) +
-                        chunk * VECTOR % IN_WORD;
-            copy_async<VECTOR>(to, filters_of_group + at, ok);
+            copy_async<VECTOR>(bs + part_of(i), filters_of_group + at, ok);
             if (TERMS == 3)
-                copy_async<VECTOR>(to + BN * BK, filters_of_group + (long long)K * KD + at, ok);
+                copy_async<VECTOR>(bs + part_of(i) + BN * BK,
+                                   filters_of_group + (long long)K * KD + at, ok);
         }
     };
 
@@ -221,12 +236,11 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
             fa = of_channels<VECTOR>(a, of_vectors), fb = of_channels<VECTOR>(b, of_vectors);
             fc = of_channels<VECTOR>(c, of_vectors);
         }
-        u32* as = memory + stage * STAGE;
+        value* as = (value*)(memory + stage * STAGE);
 #pragma unroll 2
         for (int i = 0; i < BM / STEP; ++i) {
             const Row row = row_table[first + i * STEP];
-            value* part = (value*)(as + place(first + i * STEP, chunk * VECTOR / IN_WORD)) +
-                          chunk * VECTOR % IN_WORD;
+            value* part = as + part_of(i);
             Floats<VECTOR> v = ::load<VECTOR>(part);
             const bool ok = k < depth && (u32)(row.h + h_by) < (u32)H &&
                             (u32)(row.w + w_by) < (u32)W;
@@ -285,7 +299,7 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
         const int live = depth - step * BK;  // elements of this step
 #pragma unroll
         for (int k = 0; k < WORDS; k += 8) {
-            if (k * IN_WORD >= live) break;
+            if (is_ragged && k * IN_WORD >= live) break;
             u32 of_n[NJ][2], low_of_n[NJ][2];
 #pragma unroll
             for (int j = 0; j < NJ; j += 2) {
@@ -371,7 +385,7 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
             v.at[e] = tile[i * PITCH + column + e] + of_bias.at[e];
             if (MOMENTS) tile[i * PITCH + column + e] = as_stored(v.at[e]);
         }
-        if (row_table[i].to >= 0) store<ACROSS>(y + row_table[i].to + column, v);
+        if (row_of_y[i] >= 0) store_result<ACROSS>(y + row_of_y[i] + column, v);
     }
 #if MOMENTS
     // for each block of images in the tile: a thread's rows, then all rows of a column
