@@ -16,7 +16,7 @@ import itertools
 import math
 
 from mpidl.backends import declarations
-from mpidl.backends.gpu import fold, kernels, launching
+from mpidl.backends.gpu import fold, kernels, launching, loss
 from mpidl.core.blocks import LANES
 
 # The kernels' names for a convolution's P, Q, R, S, C, K and number of groups.
@@ -31,6 +31,7 @@ COLUMNS = {
     "optimizer_step": (lambda row: row[1:3] + row[4:], lambda row: row[3:]),
     "running": (lambda row: row[:2], lambda row: row[2:3]),
     **{f"fold_{kind}": (lambda row: row[:1], lambda row: row[1:2]) for kind in fold.THREADS},
+    **{name: (lambda row: row[:3], lambda row: row[3:4]) for name in loss.SUMS},
 }
 
 

@@ -247,7 +247,7 @@ def _root(partial):
     from mpidl.backends.gpu import sums
 
     if not is_on_host(partial):
-        total = sums.gplus({"": partial}, OneRank())[""]
+        total = sums.total_of_one_rank("", partial)
         return np.asarray(float(total) if partial.shape == () else total)
     return np.asarray(OneRank().gplus(partial))
 

@@ -44,11 +44,11 @@ class Loop(NamedTuple):
 def main() -> dict:
     """Print the main loops, and return them for the JSON file."""
     head = "precision", "architecture", "instructions", "HMMA"
-    found = {p: {a: main_loop(conv_unit(p), a) for a in ARCHITECTURES} for p in PRECISIONS}
-    rows = [(p, a, *map(str, loop)) for p, loops in found.items() for a, loop in loops.items()]
+    by_name = {p: {a: main_loop(conv_unit(p), a) for a in ARCHITECTURES} for p in PRECISIONS}
+    rows = [(p, a, *map(str, loop)) for p, loops in by_name.items() for a, loop in loops.items()]
     print("main loop of conv_gemm for a depth of 32")
     report.print_table([head, *rows], left=2)
-    return {"sass": {p: {a: v._asdict() for a, v in loops.items()} for p, loops in found.items()}}
+    return {"sass": {p: {a: v._asdict() for a, v in loops.items()} for p, loops in by_name.items()}}
 
 
 @functools.cache
@@ -81,8 +81,8 @@ def loops(text: str) -> list[Loop]:
     for line in text.splitlines():
         if label := LABEL.match(line):
             places[label[1]] = len(instructions)
-        elif found := INSTRUCTION.match(line):
-            instructions.append(found[1])
+        elif match := INSTRUCTION.match(line):
+            instructions.append(match[1])
     sizes = []
     for i, instruction in enumerate(instructions):
         branch = BRANCH.search(instruction)
@@ -99,10 +99,10 @@ def _loop(instructions: Sequence[str]) -> Loop:
 def main_loop(unit: kernels.Unit, architecture: str) -> Loop:
     """Return the innermost loop with products of a unit's kernel."""
     text = disassemble(nvrtc.cubin(unit, architecture))
-    found = next((loop for loop in loops(text) if loop.products), None)
-    if found is None:
+    innermost = next((loop for loop in loops(text) if loop.products), None)
+    if innermost is None:
         raise RuntimeError(f"{unit.family}: no loop with products in the SASS for {architecture}")
-    return found
+    return innermost
 
 
 def conv_unit(precision: str) -> kernels.Unit:

@@ -5,6 +5,7 @@
 // thread's channels are constant, and neighbouring threads read neighbouring memory. VEC is 4 if C
 // is a multiple of 4, else 1.
 
+// With the second number of __launch_bounds__, no GPU spills registers to have more threads.
 constexpr int THREADS = 256;
 // The number of rows that are loaded and summed at once, for parallel loads and short sums.
 constexpr int TOGETHER = 8;
@@ -32,34 +33,6 @@ template <int VEC> __device__ __forceinline__ Place place(int channels, int tile
     else                                                                                           \
       function<1>(__VA_ARGS__);                                                                    \
   } while (0)
-
-// The operand of a kernel: x or, if `mean` is not null, an activation that is computed while x is
-// read. Without `scale`, only the mean is subtracted.
-struct Source {
-  const value* x;
-  const float *mean, *scale, *beta;
-  float low, high;
-};
-
-// The normalization of a thread's channels; zeros if there is none.
-template <int VEC> struct Norm {
-  Floats<VEC> mean, scale, beta;
-};
-
-template <int VEC> __device__ __forceinline__ Norm<VEC> norm_of(const Source& s, int channel) {
-  Norm<VEC> norm = {};
-  if (s.mean) norm.mean = of_channels<VEC>(s.mean, channel);
-  if (s.scale) {
-    norm.scale = of_channels<VEC>(s.scale, channel);
-    norm.beta = of_channels<VEC>(s.beta, channel);
-  }
-  return norm;
-}
-
-template <int VEC>
-__device__ __forceinline__ float normalized(float x, const Norm<VEC>& norm, int k) {
-  return normalized(x, norm.mean.at[k], norm.scale.at[k], norm.beta.at[k]);
-}
 
 __device__ __forceinline__ float rectified(float x) { return x <= 0 ? 0 : x; }  // NaN stays NaN
 
@@ -178,7 +151,7 @@ __device__ __forceinline__ void leaf_moments(const value* x, double* leaves, int
 }
 
 // leaves (leaves, 1 + 2C): each leaf is (count, mean, M2) over the valid images of `images`.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 3)
 moments(const value* __restrict__ x, const int* __restrict__ valid, double* __restrict__ leaves,
         int images, int pixels, int channels, int tile) {
   const long long before = (long long)blockIdx.x * images;
@@ -221,9 +194,7 @@ __device__ __forceinline__ void leaf_products(const value* dy, Source source, do
         float some = 0, product = 0;
 #pragma unroll
         for (int i = 0; i < FEW; ++i) {
-          const float y = normalized(v[i].at[k], norm, k);
-          const float dz =
-              source.scale ? gated(g[i].at[k], y, source.low, source.high) : g[i].at[k];
+          const float dz = gated(g[i].at[k], v[i].at[k], source, norm, k);
           some += dz;
           product = fmaf(dz, v[i].at[k] - norm.mean.at[k], product);
         }
@@ -241,7 +212,7 @@ __device__ __forceinline__ void leaf_products(const value* dy, Source source, do
 
 // leaves (leaves, 2C): sums over `images` images each; see leaf_products. scale and beta may be
 // null.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 3)
 batchnorm_sums(const value* __restrict__ dy, const value* __restrict__ x,
                const float* __restrict__ mean, const float* __restrict__ scale,
                const float* __restrict__ beta, float low, float high, double* __restrict__ leaves,
@@ -269,7 +240,7 @@ __device__ __forceinline__ void normalize(Source source, value* y, long long n, 
       if (row + i * step < n) {
 #pragma unroll
         for (int k = 0; k < VEC; ++k)
-          v[i].at[k] = clipped(normalized(v[i].at[k], norm, k), source.low, source.high);
+          v[i].at[k] = activated(v[i].at[k], source, norm, k);
         store<VEC>(y + (row + i * step) * channels, v[i]);
       }
   }
@@ -312,11 +283,8 @@ __device__ __forceinline__ void normalize_back(const value* dy, Source source, c
       if (row + i * step < used) {
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
-          const float y = normalized(v[i].at[k], norm, k);
-          const float dz =
-              source.scale ? gated(g[i].at[k], y, source.low, source.high) : g[i].at[k];
-          out.at[k] =
-              gradient(dz, v[i].at[k], norm.mean.at[k], fa.at[k], fb.at[k], fc.at[k]);
+          const float dz = gated(g[i].at[k], v[i].at[k], source, norm, k);
+          out.at[k] = gradient(dz, v[i].at[k], norm.mean.at[k], fa.at[k], fb.at[k], fc.at[k]);
         }
       }
       store<VEC>(dx + (row + i * step) * channels, out);
@@ -326,7 +294,7 @@ __device__ __forceinline__ void normalize_back(const value* dy, Source source, c
 
 // dx = a * dz + b * (x - mean) + c for n rows, with dz as in leaf_products. dx is 0 for unused
 // images (from image *valid on). dx may be dy.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 2)
 batchnorm_dx(const value* dy, const value* __restrict__ x, const float* __restrict__ mean,
              const float* __restrict__ scale, const float* __restrict__ beta, float low, float high,
              const float* __restrict__ a, const float* __restrict__ b, const float* __restrict__ c,
@@ -339,12 +307,6 @@ batchnorm_dx(const value* dy, const value* __restrict__ x, const float* __restri
 
 // Sums of two values. `positive` (a byte for each four channels of a pixel, or null) has a bit for
 // each element of the sum: whether ReLU keeps it. The gradient reads these bits instead of the sum.
-
-template <int VEC>
-__device__ __forceinline__ float addend(float x, const Source& source, const Norm<VEC>& norm,
-                                        int k) {
-  return source.mean ? clipped(normalized(x, norm, k), source.low, source.high) : x;
-}
 
 template <int VEC>
 __device__ __forceinline__ void add_rows_of(Source a, Source b, value* y, unsigned char* positive,
@@ -369,7 +331,7 @@ __device__ __forceinline__ void add_rows_of(Source a, Source b, value* y, unsign
       int bits = 0;
 #pragma unroll
       for (int k = 0; k < VEC; ++k) {
-        const float sum = addend(v[i].at[k], a, of_a, k) + addend(w[i].at[k], b, of_b, k);
+        const float sum = activated(v[i].at[k], a, of_a, k) + activated(w[i].at[k], b, of_b, k);
         v[i].at[k] = relu ? rectified(sum) : sum;
         bits |= (as_stored(v[i].at[k]) > 0) << k;
       }
@@ -380,7 +342,7 @@ __device__ __forceinline__ void add_rows_of(Source a, Source b, value* y, unsign
 }
 
 // y = a + b for n rows, or its ReLU if `relu`. Each operand is normalized if its mean is not null.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 2)
 add_values(const value* __restrict__ a, const float* __restrict__ a_mean,
            const float* __restrict__ a_scale, const float* __restrict__ a_beta, float a_low,
            float a_high, const value* __restrict__ b, const float* __restrict__ b_mean,
@@ -449,7 +411,7 @@ __device__ __forceinline__ void add_relu_back(const value* dy, const value* more
   if (b_leaves) write_leaves<VEC>(b_leaves, total, total + 2 * VEC, p.channel, channels);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 2)
 add_relu_dx(const value* __restrict__ dy, const value* __restrict__ more_dy,
             const value* __restrict__ y, const unsigned char* __restrict__ positive,
             value* __restrict__ dz, const value* __restrict__ a, const float* __restrict__ a_mean,

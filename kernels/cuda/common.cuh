@@ -96,7 +96,7 @@ __device__ __forceinline__ value put(float f) { return f; }
 #endif
 
 // N neighbouring numbers: as floats, and in memory, where `load` and `store` move them at once.
-template <int N> struct Floats {
+template <int N> struct alignas(4 * N) Floats {
     float at[N];
 };
 template <int N> struct alignas(N * sizeof(value)) Stored {
@@ -129,17 +129,47 @@ __device__ __forceinline__ Floats<N> of_channels(const float* vector, int channe
     return v;
 }
 
-// Batch normalization, the activation after it (a ReLU if the limits are 0 and infinity), and the
-// gradient of the activation. Fused and separate kernels use these functions, so both kinds give
-// the same bytes. NaN stays NaN, and -0 becomes 0 if that is a limit.
-__device__ __forceinline__ float normalized(float x, float mean, float scale, float beta) {
-    return fmaf(x - mean, scale, beta);
+// An operand: x or, if `mean` is not null, the activation min(max((x - mean) * scale + beta, low),
+// high), which kernels compute when they read x. It is a ReLU if the limits are 0 and infinity. If
+// `scale` is null, the kernel only subtracts the mean.
+struct Source {
+    const value* x;
+    const float *mean, *scale, *beta;
+    float low, high;
+};
+
+// The normalization of N neighbouring channels; zeros if there is none.
+template <int N> struct Norm {
+    Floats<N> mean, scale, beta;
+};
+
+template <int N> __device__ __forceinline__ Norm<N> norm_of(const Source& source, int channel) {
+    Norm<N> norm = {};
+    if (source.mean) norm.mean = of_channels<N>(source.mean, channel);
+    if (source.scale) norm.scale = of_channels<N>(source.scale, channel);
+    if (source.scale) norm.beta = of_channels<N>(source.beta, channel);
+    return norm;
 }
-__device__ __forceinline__ float clipped(float y, float low, float high) {
-    return y <= low ? low : y >= high ? high : y;
+
+// Fused and separate kernels use these functions, so both kinds give the same bytes. NaN stays NaN,
+// and -0 becomes 0 if that is a limit.
+template <int N> __device__ __forceinline__ float normalized(float x, const Norm<N>& norm, int k) {
+    return fmaf(x - norm.mean.at[k], norm.scale.at[k], norm.beta.at[k]);
 }
-__device__ __forceinline__ float gated(float dy, float y, float low, float high) {
-    return y > low && y < high ? dy : 0.f;
+template <int N>
+__device__ __forceinline__ float activated(float x, const Source& source, const Norm<N>& norm,
+                                           int k) {
+    if (!source.mean) return x;
+    const float y = normalized(x, norm, k);
+    return y <= source.low ? source.low : y >= source.high ? source.high : y;
+}
+// Returns the gradient of the normalized number; dy if there is no normalization.
+template <int N>
+__device__ __forceinline__ float gated(float dy, float x, const Source& source,
+                                       const Norm<N>& norm, int k) {
+    if (!source.scale) return dy;
+    const float y = normalized(x, norm, k);
+    return y > source.low && y < source.high ? dy : 0.f;
 }
 __device__ __forceinline__ float gradient(float dz, float x, float mean, float a, float b,
                                           float c) {

@@ -27,7 +27,7 @@ __device__ __forceinline__ Words philox(u32 a, u32 b, u32 c, u32 d, u32 low, u32
 // element number c * pixels + p. A thread processes up to 8 pixels of one channel, and neighbouring
 // threads have neighbouring channels. `parts` blocks of threads share an image.
 extern "C" __global__ void __launch_bounds__(256)
-dropout(const float* __restrict__ x, float* __restrict__ y, const int* __restrict__ epoch,
+dropout(const value* __restrict__ x, value* __restrict__ y, const int* __restrict__ epoch,
         const int* __restrict__ samples, int threshold, float scale, int key0, int key1, int C,
         int pixels, int parts) {
     const int image = blockIdx.x / parts;
@@ -51,10 +51,10 @@ dropout(const float* __restrict__ x, float* __restrict__ y, const int* __restric
     float v[GROUP];
 #pragma unroll
     for (int i = 0; i < GROUP; ++i)
-        if (i < count) v[i] = x[at + (long long)i * C];
+        if (i < count) v[i] = get(x[at + (long long)i * C]);
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
         const int drawn = (int)((i < 4 ? low >> 16 * i : high >> 16 * (i - 4)) & 0xffff);
-        if (i < count) y[at + (long long)i * C] = drawn >= threshold ? v[i] * scale : 0.f;
+        if (i < count) y[at + (long long)i * C] = put(drawn >= threshold ? v[i] * scale : 0.f);
     }
 }

@@ -22,14 +22,14 @@ template <class T>
 __device__ __forceinline__ void window(const T* pixels, const int* indices, const int* valid,
                                        const int* mirrored, const int* top, const int* left,
                                        const T* fill, const float* centre, const float* divisor,
-                                       float* lanes, int C, int H, int W, int P, int Q,
+                                       value* lanes, int C, int H, int W, int P, int Q,
                                        int of_pixels, int count, int parts) {
     const int image = blockIdx.x / parts;
     const int size = P * Q * C, first = blockIdx.x % parts * (THREADS * EACH);
     lanes += (long long)image * size;
     if (image >= (valid ? *valid : count)) {
         for (int e = first + threadIdx.x; e < min(first + THREADS * EACH, size); e += THREADS)
-            lanes[e] = 0.0f;
+            lanes[e] = put(0.0f);
         return;
     }
     const long long number = indices ? indices[image] : image;
@@ -48,8 +48,8 @@ __device__ __forceinline__ void window(const T* pixels, const int* indices, cons
         T pixel = fill ? fill[c] : (T)0;
         if (inside) pixel = own[((long long)c * H + h) * W + w];
         const int at = of_pixels ? (c * P + p) * Q + q : c;
-        lanes[e] = ((float)pixel - (centre ? centre[at] : 0.0f)) /
-                   (centre ? divisor[at] : usual(pixel));
+        lanes[e] = put(((float)pixel - (centre ? centre[at] : 0.0f)) /
+                       (centre ? divisor[at] : usual(pixel)));
     }
 }
 
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(256) images_of_bytes(
     const int* __restrict__ valid, const int* __restrict__ mirrored, const int* __restrict__ top,
     const int* __restrict__ left, const unsigned char* __restrict__ fill,
     const float* __restrict__ centre, const float* __restrict__ divisor,
-    float* __restrict__ lanes, int C, int H, int W, int P, int Q, int of_pixels, int count,
+    value* __restrict__ lanes, int C, int H, int W, int P, int Q, int of_pixels, int count,
     int parts) {
     window(pixels, indices, valid, mirrored, top, left, fill, centre, divisor, lanes, C, H, W, P, Q,
            of_pixels, count, parts);
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(256) images_of_floats(
     const int* __restrict__ valid, const int* __restrict__ mirrored, const int* __restrict__ top,
     const int* __restrict__ left, const float* __restrict__ fill,
     const float* __restrict__ centre, const float* __restrict__ divisor,
-    float* __restrict__ lanes, int C, int H, int W, int P, int Q, int of_pixels, int count,
+    value* __restrict__ lanes, int C, int H, int W, int P, int Q, int of_pixels, int count,
     int parts) {
     window(pixels, indices, valid, mirrored, top, left, fill, centre, divisor, lanes, C, H, W, P, Q,
            of_pixels, count, parts);
@@ -80,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(256) images_of_floats(
 // y = factor * (x + total) for images (image, height, width, channels), where x is mirrored left to
 // right (turn 1), top to bottom (2), both ways (3) or not at all. total may be null.
 extern "C" __global__ void __launch_bounds__(256)
-    images_mirror(const float* __restrict__ x, const float* __restrict__ total,
-                  float* __restrict__ y, float factor, int turn, int channels, int height,
+    images_mirror(const value* __restrict__ x, const value* __restrict__ total,
+                  value* __restrict__ y, float factor, int turn, int channels, int height,
                   int width, long long n) {
     EACH_INDEX(i, n) {
         const long long pixel = i / channels, row = pixel / width;
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(256)
         if (turn & LEFT_TO_RIGHT) w = width - 1 - w;
         if (turn & TOP_TO_BOTTOM) h = height - 1 - h;
         const long long from = ((row / height * height + h) * width + w) * channels + i % channels;
-        y[i] = (x[from] + (total ? total[i] : 0.0f)) * factor;
+        y[i] = put((get(x[from]) + (total ? get(total[i]) : 0.0f)) * factor);
     }
 }
 

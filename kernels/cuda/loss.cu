@@ -7,37 +7,69 @@
 
 enum { ROWS = 16, LANES_OF_WARP = 32 };
 
-// Returns the rows or elements of leaf blockIdx.x of a sum over images, without unused images. An
-// image has `size` rows or elements. A leaf consists of `images` whole images, or of one of the
-// `parts` of an image, and has at most `chunk` rows or elements.
-struct Range {
-    long long first, stop;
-};
+// A row of the table of a launch that computes sums over images: scores and targets, the number of
+// valid images, the leaves of the sum, numbers that divide the images into leaves, which of a
+// kernel's sums it is, and what `rest` points to.
+//
+// An image has `size` rows of scores, or elements. A leaf consists of `images` whole images, or of
+// one of the `parts` of an image, and has at most `chunk` rows or elements.
+struct Sum {
+    const float* y;
+    const long long* rest;
+    const void* target;
+    const int* valid;
+    double* leaves;
+    int size, images, parts, chunk, count, kind;
 
-__device__ __forceinline__ Range leaf(const int* valid, int size, int images, int parts,
-                                      int chunk) {
-    const long long image = (long long)(blockIdx.x / parts) * images;
-    const long long first = image * size + (long long)(blockIdx.x % parts) * chunk;
-    const long long stop = min((image + images) * size, (long long)*valid * size);
-    return {first, min(first + chunk, stop)};
-}
-
-// Adds up `value` over the warps of the block, in order, and stores the sum in rows[blockIdx.x].
-__device__ __forceinline__ void add_warps(double* of_warp, double value, double* rows) {
-    if (threadIdx.x % LANES_OF_WARP == 0) of_warp[threadIdx.x / LANES_OF_WARP] = value;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        double sum = 0.0;
-        for (int i = 0; i < (int)blockDim.x / LANES_OF_WARP; i++) sum += of_warp[i];
-        rows[blockIdx.x] = sum;
+    __device__ __forceinline__ Sum(const long long* table, int columns) {
+        const long long* row = table + (10 + columns) * blockIdx.y;
+        y = reinterpret_cast<const float*>(row[0]);
+        target = reinterpret_cast<const void*>(row[1]);
+        valid = reinterpret_cast<const int*>(row[2]);
+        leaves = reinterpret_cast<double*>(row[3]);
+        size = row[4], images = row[5], parts = row[6], chunk = row[7], count = row[8];
+        kind = row[9], rest = row + 10;
     }
-}
+    template <class T = double> __device__ __forceinline__ const T* array(int column) const {
+        return reinterpret_cast<const T*>(rest[column]);
+    }
+    __device__ __forceinline__ double number(int column) const {
+        return __longlong_as_double(rest[column]);
+    }
+};
 
 // Returns the sum of `value` over a warp's lanes, in each lane.
 __device__ __forceinline__ double sum_of_warp(double value) {
 #pragma unroll
     for (int mask = 16; mask; mask /= 2) value += shfl_xor(value, mask);
     return value;
+}
+
+// Computes the leaves of a sum. term(i, value) adds the term of row or element i, without unused
+// images, to `value`. A warp computes a row (WHOLE_WARPS), or a thread an element. The values of the
+// block's warps are added in order.
+template <bool WHOLE_WARPS, class Term>
+__device__ __forceinline__ void sum_leaves(const Sum& of, Term term) {
+    __shared__ double of_warp[ROWS];
+    constexpr int WIDTH = WHOLE_WARPS ? LANES_OF_WARP : 1;
+    for (int leaf = blockIdx.x; leaf < of.count; leaf += gridDim.x) {
+        const long long image = (long long)(leaf / of.parts) * of.images;
+        const long long first = image * of.size + (long long)(leaf % of.parts) * of.chunk;
+        const long long used = min(image + of.images, (long long)*of.valid) * of.size;
+        double value = 0.0;
+        for (long long i = first + threadIdx.x / WIDTH; i < min(first + of.chunk, used);
+             i += blockDim.x / WIDTH)
+            term(i, value);
+        if (!WHOLE_WARPS) value = sum_of_warp(value);
+        if (threadIdx.x % LANES_OF_WARP == 0) of_warp[threadIdx.x / LANES_OF_WARP] = value;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            double sum = 0.0;
+            for (int i = 0; i < (int)blockDim.x / LANES_OF_WARP; i++) sum += of_warp[i];
+            of.leaves[leaf] = sum;
+        }
+        __syncthreads();  // before the next leaf overwrites of_warp
+    }
 }
 
 // The largest logit of a row (`top`), and the sum of e^(logit - top) over the classes.
@@ -98,35 +130,6 @@ __device__ __forceinline__ double weight_of(const double* weights, int label) {
     return weights ? weights[label] : 1.0;
 }
 
-// rows (leaves): for each leaf, the sum of the terms of LabelRule in
-// mpidl/backends/training_interface.py. valid: the number of images in this rank's share. weights:
-// the class weights, or null.
-extern "C" __global__ void __launch_bounds__(512)
-    loss_cross_entropy(const float* __restrict__ logits, const int* __restrict__ labels,
-                       const int* __restrict__ valid, double* __restrict__ rows,
-                       const double* __restrict__ weights, double smoothing, double gamma,
-                       int classes, int pixels, int images, int parts, int chunk) {
-    __shared__ double of_warp[ROWS];
-    const Range own = leaf(valid, pixels, images, parts, chunk);
-    double value = 0.0;
-    for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS) {
-        if (!is_class(labels[row], classes)) continue;
-        const float* scores = logits + row * classes;
-        const Normalizer of = normalizer(scores, classes);
-        double loss = log(of.sum) - (scores[labels[row]] - of.top);
-        if (gamma > 0.0) loss *= pow(1.0 - exp(-loss), gamma);
-        value += (1.0 - smoothing) * weight_of(weights, labels[row]) * loss;
-        if (smoothing > 0.0) {
-            double smooth = 0.0;
-#pragma unroll 1
-            for (int c = threadIdx.x % LANES_OF_WARP; c < classes; c += LANES_OF_WARP)
-                smooth += weight_of(weights, c) * (scores[c] - of.top - log(of.sum));
-            value -= smoothing / classes * sum_of_warp(smooth);
-        }
-    }
-    add_warps(of_warp, value, rows);
-}
-
 // d (rows, classes): the gradient of the terms of LabelRule, times factor * late. d is 0 for unused
 // images. late: a number that becomes known only when the kernel runs, or null.
 extern "C" __global__ void __launch_bounds__(512)
@@ -165,17 +168,14 @@ extern "C" __global__ void __launch_bounds__(512)
     }
 }
 
-// rows (leaves): for each leaf, the sum of the class weights of its labels.
+// Sums of the class weights of the labels. Then: class weights or null, classes.
 extern "C" __global__ void __launch_bounds__(512)
-    loss_label_weight(const int* __restrict__ labels, const int* __restrict__ valid,
-                      double* __restrict__ rows, const double* __restrict__ weights, int classes,
-                      int pixels, int images, int parts, int chunk) {
-    __shared__ double of_warp[ROWS];
-    const Range own = leaf(valid, pixels, images, parts, chunk);
-    double value = 0.0;
-    for (long long row = own.first + threadIdx.x; row < own.stop; row += blockDim.x)
-        if (is_class(labels[row], classes)) value += weight_of(weights, labels[row]);
-    add_warps(of_warp, sum_of_warp(value), rows);
+    loss_label_weight(const long long* __restrict__ table) {
+    const Sum of(table, 2);
+    const int* labels = static_cast<const int*>(of.target);
+    sum_leaves<false>(of, [&](long long row, double& value) {
+        if (is_class(labels[row], of.rest[1])) value += weight_of(of.array(0), labels[row]);
+    });
 }
 
 // inverse (1) = 1 / total, or 0 if total (1) is 0.
@@ -207,22 +207,37 @@ __device__ __forceinline__ int prediction(const float* scores, int classes) {
     return at;
 }
 
-// rows (leaves): for each leaf, the number of rows whose largest logit belongs to the row's label,
-// or NaN if the logits of a row with a label include NaN.
+// Sums over rows with a label: of the terms of LabelRule in
+// mpidl/backends/training_interface.py, or of the rows whose largest logit belongs to the label (NaN
+// if the logits of a row with a label include NaN), if kind is 1. Then: class weights or null,
+// smoothing, gamma, classes.
 extern "C" __global__ void __launch_bounds__(512)
-    loss_correct(const float* __restrict__ logits, const int* __restrict__ labels,
-                 const int* __restrict__ valid, double* __restrict__ rows, int classes, int pixels,
-                 int images, int parts, int chunk) {
-    __shared__ double of_warp[ROWS];
-    const Range own = leaf(valid, pixels, images, parts, chunk);
-    double value = 0.0;
-    for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS) {
-        if (!is_class(labels[row], classes)) continue;
-        const int c = prediction(logits + row * classes, classes);
-        const float largest = logits[row * classes + c];
-        value += largest != largest ? largest : (double)(c == labels[row]);
-    }
-    add_warps(of_warp, value, rows);
+    loss_of_labels(const long long* __restrict__ table) {
+    const Sum of(table, 4);
+    const int* labels = static_cast<const int*>(of.target);
+    const double* weights = of.array(0);
+    const double smoothing = of.number(1), gamma = of.number(2);
+    const int classes = of.rest[3];
+    sum_leaves<true>(of, [&](long long row, double& value) {
+        if (!is_class(labels[row], classes)) return;
+        const float* scores = of.y + row * classes;
+        if (of.kind == 1) {
+            const int c = prediction(scores, classes);
+            value += scores[c] != scores[c] ? scores[c] : (double)(c == labels[row]);
+            return;
+        }
+        const Normalizer by = normalizer(scores, classes);
+        double loss = log(by.sum) - (scores[labels[row]] - by.top);
+        if (gamma > 0.0) loss *= pow(1.0 - exp(-loss), gamma);
+        value += (1.0 - smoothing) * weight_of(weights, labels[row]) * loss;
+        if (smoothing > 0.0) {
+            double smooth = 0.0;
+#pragma unroll 1
+            for (int c = threadIdx.x % LANES_OF_WARP; c < classes; c += LANES_OF_WARP)
+                smooth += weight_of(weights, c) * (scores[c] - by.top - log(by.sum));
+            value -= smoothing / classes * sum_of_warp(smooth);
+        }
+    });
 }
 
 // Returns the index in a target of element i of y. In memory, element k of an image of y
@@ -240,19 +255,15 @@ __device__ __forceinline__ double error(const float* y, const float* target, lon
     return (double)y[i] - target[in_target(i, elements, near, far)];
 }
 
-// rows (leaves): for each leaf, the sum of |y - target|, or of (y - target)^2 if power is 2.
+// Sums of |y - target|, or of (y - target)^2 if kind is 2. Then: near, far (see in_target).
 extern "C" __global__ void __launch_bounds__(256)
-    loss_errors(const float* __restrict__ y, const float* __restrict__ target,
-                const int* __restrict__ valid, double* __restrict__ rows, int near, int far,
-                int power, int elements, int images, int parts, int chunk) {
-    __shared__ double of_warp[256 / LANES_OF_WARP];
-    const Range own = leaf(valid, elements, images, parts, chunk);
-    double value = 0.0;
-    for (long long i = own.first + threadIdx.x; i < own.stop; i += blockDim.x) {
-        const double e = error(y, target, i, elements, near, far);
-        value += power == 2 ? e * e : fabs(e);
-    }
-    add_warps(of_warp, sum_of_warp(value), rows);
+    loss_errors(const long long* __restrict__ table) {
+    const Sum of(table, 2);
+    const float* target = static_cast<const float*>(of.target);
+    sum_leaves<false>(of, [&](long long i, double& value) {
+        const double e = error(of.y, target, i, of.size, of.rest[0], of.rest[1]);
+        value += of.kind == 2 ? e * e : fabs(e);
+    });
 }
 
 // dy = e * factor * late, where e is y - target, or the sign of y - target if power is 1. dy is 0
@@ -280,29 +291,7 @@ __device__ __forceinline__ double smoothed(const float* targets, long long row, 
     return (1.0 - smoothing) * targets[at] + smoothing / classes;
 }
 
-// rows (leaves): for each leaf, the sum of -q log p over its rows and the classes. q: the targets
-// after label smoothing.
-extern "C" __global__ void __launch_bounds__(512)
-    loss_soft(const float* __restrict__ logits, const float* __restrict__ targets,
-              const int* __restrict__ valid, double* __restrict__ rows, int near, int far,
-              double smoothing, int classes, int pixels, int images, int parts, int chunk) {
-    __shared__ double of_warp[ROWS];
-    const Range own = leaf(valid, pixels, images, parts, chunk);
-    double value = 0.0;
-    for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS) {
-        const float* scores = logits + row * classes;
-        const Normalizer of = normalizer(scores, classes);
-        const double log_sum = log(of.sum);
-        double loss = 0.0;
-        for (int c = threadIdx.x % LANES_OF_WARP; c < classes; c += LANES_OF_WARP)
-            loss += smoothed(targets, row, c, smoothing, classes, pixels, near, far) *
-                    (log_sum - (scores[c] - of.top));
-        value += sum_of_warp(loss);
-    }
-    add_warps(of_warp, value, rows);
-}
-
-// d (rows, classes): the gradient of the terms of loss_soft, times factor * late. d is 0 for unused
+// d (rows, classes): the gradient of the terms of loss_of_targets, times factor * late. d is 0 for unused
 // images.
 extern "C" __global__ void __launch_bounds__(512)
     loss_soft_dlogits(const float* __restrict__ logits, const float* __restrict__ targets,
@@ -332,23 +321,31 @@ extern "C" __global__ void __launch_bounds__(512)
     }
 }
 
-// rows (leaves): for each leaf, the sum of the targets of the classes with the largest logits, or
-// NaN if a logit is NaN.
+// Sums over rows: of -q log p over the classes, where q are the targets after label smoothing, or of
+// the target of the class with the largest logit (NaN if a logit is NaN), if kind is 1. Then: near,
+// far, smoothing, classes.
 extern "C" __global__ void __launch_bounds__(512)
-    loss_soft_correct(const float* __restrict__ logits, const float* __restrict__ targets,
-                      const int* __restrict__ valid, double* __restrict__ rows, int near, int far,
-                      int classes, int pixels, int images, int parts, int chunk) {
-    __shared__ double of_warp[ROWS];
-    const Range own = leaf(valid, pixels, images, parts, chunk);
-    double value = 0.0;
-    for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS) {
-        const int c = prediction(logits + row * classes, classes);
-        const float largest = logits[row * classes + c];
-        value += largest != largest
-                     ? largest
-                     : targets[in_target(row * classes + c, classes * pixels, near, far)];
-    }
-    add_warps(of_warp, value, rows);
+    loss_of_targets(const long long* __restrict__ table) {
+    const Sum of(table, 4);
+    const float* targets = static_cast<const float*>(of.target);
+    const int near = of.rest[0], far = of.rest[1], classes = of.rest[3];
+    const double smoothing = of.number(2);
+    sum_leaves<true>(of, [&](long long row, double& value) {
+        const float* scores = of.y + row * classes;
+        if (of.kind == 1) {
+            const int c = prediction(scores, classes);
+            const long long at = in_target(row * classes + c, classes * of.size, near, far);
+            value += scores[c] != scores[c] ? scores[c] : targets[at];
+            return;
+        }
+        const Normalizer by = normalizer(scores, classes);
+        const double log_sum = log(by.sum);
+        double loss = 0.0;
+        for (int c = threadIdx.x % LANES_OF_WARP; c < classes; c += LANES_OF_WARP)
+            loss += smoothed(targets, row, c, smoothing, classes, of.size, near, far) *
+                    (log_sum - (scores[c] - by.top));
+        value += sum_of_warp(loss);
+    });
 }
 
 // The factors of -log p and -log q of an element; see BinaryRule in
@@ -373,30 +370,6 @@ __device__ __forceinline__ Chances chances(double x) {
     const double log = log1p(e);
     return {x >= 0.0 ? larger : smaller, x >= 0.0 ? smaller : larger, log + (x < 0.0 ? -x : 0.0),
             log + (x > 0.0 ? x : 0.0)};
-}
-
-// rows (leaves): for each leaf, the sum of the terms of BinaryRule. targets, labels: the targets as
-// floats or as ints; the other pointer is null. positive_weights: one weight per class, or null. In
-// memory, elements of an image with consecutive numbers have consecutive classes.
-extern "C" __global__ void __launch_bounds__(256)
-    loss_binary(const float* __restrict__ logits, const float* __restrict__ targets,
-                const int* __restrict__ labels, const int* __restrict__ valid,
-                double* __restrict__ rows, const double* __restrict__ positive_weights,
-                double gamma, int classes, int near, int far, int elements, int images, int parts,
-                int chunk) {
-    __shared__ double of_warp[256 / LANES_OF_WARP];
-    const Range own = leaf(valid, elements, images, parts, chunk);
-    double value = 0.0;
-    for (long long i = own.first + threadIdx.x; i < own.stop; i += blockDim.x) {
-        const BinaryWeights w =
-            binary_weights(targets, labels, in_target(i, elements, near, far),
-                           weight_of(positive_weights, (int)(i % classes)));
-        const Chances c = chances(logits[i]);
-        double up = c.minus_log_q, down = c.minus_log_p;
-        if (gamma > 0.0) up *= pow(c.p, gamma), down *= pow(c.q, gamma);
-        value += w.positive * down + w.negative * up;
-    }
-    add_warps(of_warp, sum_of_warp(value), rows);
 }
 
 // d: the gradient of the terms of BinaryRule, times factor * late. d is 0 for unused images.
@@ -426,23 +399,32 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// rows (leaves): for each leaf, the number of correct elements: the logit is > 0 and the target is
-// 1, or neither is true. Labels other than 0 and 1 do not count. The number is NaN if a logit with
-// a target that counts is NaN.
+// Sums over elements: of the terms of BinaryRule, or of the correct elements, if kind is 1: the logit
+// is > 0 and the target is 1, or neither is true. Labels other than 0 and 1 do not count. The number
+// is NaN if a logit with a target that counts is NaN. In memory, elements of an image with
+// consecutive numbers have consecutive classes. Then: one weight per class or null, gamma, near, far,
+// classes, whether the targets are ints.
 extern "C" __global__ void __launch_bounds__(256)
-    loss_binary_correct(const float* __restrict__ logits, const float* __restrict__ targets,
-                        const int* __restrict__ labels, const int* __restrict__ valid,
-                        double* __restrict__ rows, int near, int far, int elements, int images,
-                        int parts, int chunk) {
-    __shared__ double of_warp[256 / LANES_OF_WARP];
-    const Range own = leaf(valid, elements, images, parts, chunk);
-    double value = 0.0;
-    for (long long i = own.first + threadIdx.x; i < own.stop; i += blockDim.x) {
-        const long long at = in_target(i, elements, near, far);
-        const int label = labels ? labels[at] : (int)(targets[at] > 0.5f);
-        const float logit = logits[i];
-        if (logit != logit && (label == 0 || label == 1)) value = logit;
-        value += (logit > 0.0f) == label;
-    }
-    add_warps(of_warp, sum_of_warp(value), rows);
+    loss_of_elements(const long long* __restrict__ table) {
+    const Sum of(table, 6);
+    const int near = of.rest[2], far = of.rest[3], classes = of.rest[4];
+    const int* labels = of.rest[5] ? static_cast<const int*>(of.target) : nullptr;
+    const float* targets = static_cast<const float*>(of.target);
+    const double gamma = of.number(1);
+    sum_leaves<false>(of, [&](long long i, double& value) {
+        const long long at = in_target(i, of.size, near, far);
+        const float logit = of.y[i];
+        if (of.kind == 1) {
+            const int label = labels ? labels[at] : (int)(targets[at] > 0.5f);
+            if (logit != logit && (label == 0 || label == 1)) value = logit;
+            value += (logit > 0.0f) == label;
+            return;
+        }
+        const BinaryWeights w =
+            binary_weights(targets, labels, at, weight_of(of.array(0), (int)(i % classes)));
+        const Chances c = chances(logit);
+        double up = c.minus_log_q, down = c.minus_log_p;
+        if (gamma > 0.0) up *= pow(c.p, gamma), down *= pow(c.q, gamma);
+        value += w.positive * down + w.negative * up;
+    });
 }

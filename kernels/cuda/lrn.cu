@@ -15,22 +15,23 @@ __device__ __forceinline__ float power(float d, double beta, float& ratio) {
 }
 
 // Returns the denominator d of channel c of a pixel whose channels begin at x.
-__device__ __forceinline__ float denominator(const float* x, int c, int C, int before, int behind,
+__device__ __forceinline__ float denominator(const value* x, int c, int C, int before, int behind,
                                              float a, float k) {
     const int first = max(0, c - before), stop = min(C, c + behind + 1);
     float sum = 0.f;
-    for (int j = first; j < stop; ++j) sum = fmaf(x[j], x[j], sum);
+    for (int j = first; j < stop; ++j) sum = fmaf(get(x[j]), get(x[j]), sum);
     return fmaf(sum, a, k);
 }
 
 // y and x are (rows, C), where a row is a pixel.
 extern "C" __global__ void __launch_bounds__(256)
-lrn(const float* __restrict__ x, float* __restrict__ y, long long rows, int C, int before,
+lrn(const value* __restrict__ x, value* __restrict__ y, long long rows, int C, int before,
     int behind, float a, float k, double beta) {
     EACH_INDEX(i, rows * C) {
         const int c = (int)(i % C);
         float ratio;
-        y[i] = x[i] * power(denominator(x + i - c, c, C, before, behind, a, k), beta, ratio);
+        const float d = denominator(x + i - c, c, C, before, behind, a, k);
+        y[i] = put(get(x[i]) * power(d, beta, ratio));
     }
 }
 
@@ -39,7 +40,7 @@ lrn(const float* __restrict__ x, float* __restrict__ y, long long rows, int C, i
 // each row (blockIdx.y). The block first computes the products for these channels and their
 // neighbours, then the sums.
 extern "C" __global__ void __launch_bounds__(256)
-lrn_dx(const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ dx,
+lrn_dx(const value* __restrict__ dy, const value* __restrict__ x, value* __restrict__ dx,
        long long rows, int C, int before, int behind, float a, float k, double beta, float factor,
        int height, int width) {
     DYN_SMEM(float, products);  // for each row, starting at channel from - behind
@@ -54,7 +55,7 @@ lrn_dx(const float* __restrict__ dy, const float* __restrict__ x, float* __restr
             const long long row = (first + i / all) * C;
             float ratio;
             power(denominator(x + row, c, C, before, behind, a, k), beta, ratio);
-            product = dy[row + c] * x[row + c] * ratio;
+            product = get(dy[row + c]) * get(x[row + c]) * ratio;
         }
         products[i] = product;
     }
@@ -67,6 +68,6 @@ lrn_dx(const float* __restrict__ dy, const float* __restrict__ x, float* __restr
         for (int j = 0; j <= behind + before; ++j) sum += own[j];
         const float scale =
             power(denominator(x + row, from + c, C, before, behind, a, k), beta, ratio);
-        dx[at] = fmaf(x[at] * -factor, sum, dy[at] * scale);
+        dx[at] = put(fmaf(get(x[at]) * -factor, sum, get(dy[at]) * scale));
     }
 }

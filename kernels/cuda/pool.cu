@@ -10,21 +10,10 @@
 #define POOL_WIDTH 1 // channels per thread: 4 if C is a multiple of 4, else 1
 #endif
 
-// The channels that a thread reads or writes at once.
-struct alignas(4 * POOL_WIDTH) Values {
-    float of[POOL_WIDTH];
-};
+typedef Floats<POOL_WIDTH> Values; // the channels that a thread reads or writes at once
 struct alignas(POOL_WIDTH) Places {
-    unsigned char of[POOL_WIDTH];
+    unsigned char at[POOL_WIDTH];
 };
-
-__device__ __forceinline__ Values load(const float* from) {
-    return *reinterpret_cast<const Values*>(from);
-}
-
-__device__ __forceinline__ void store(float* to, const Values& values) {
-    *reinterpret_cast<Values*>(to) = values;
-}
 
 // A window along one axis. Its positions [first, stop) are not padding. `start` is the pixel at
 // position 0, which may be padding.
@@ -63,48 +52,52 @@ __device__ __forceinline__ Containing containing(int pixel, int stride, int befo
 // position of that pixel. Otherwise y is the mean of the window, which counts padding as zeros if
 // `count_padding`.
 template <bool MAX>
-__device__ __forceinline__ void pool_row(const float* x, float* y, unsigned char* argmax, int C,
+__device__ __forceinline__ void pool_row(Source source, value* y, unsigned char* argmax, int C,
                                          int H, int W, int P, int Q, int R, int S, int stride_h,
                                          int stride_w, int top, int left,
                                          bool count_padding = true) {
     const Span rows = span_of(blockIdx.x % P, stride_h, top, R, H);
-    const float* image = x + (long long)(blockIdx.x / P) * H * W * C;
+    const value* image = source.x + (long long)(blockIdx.x / P) * H * W * C;
     const long long row = (long long)blockIdx.x * Q * C;
     for (int at = threadIdx.x * POOL_WIDTH; at < Q * C; at += blockDim.x * POOL_WIDTH) {
         Span columns = span_of(at / C, stride_w, left, S, W);
+        const Norm<POOL_WIDTH> norm = norm_of<POOL_WIDTH>(source, at % C);
         Values result = {};
-        Places place;
+        int place[POOL_WIDTH];
         for (int v = 0; MAX && v < POOL_WIDTH; v++) {
-            result.of[v] = -__int_as_float(0x7f800000); // -infinity
-            place.of[v] = (unsigned char)(rows.first * S + columns.first);
+            result.at[v] = -__int_as_float(0x7f800000); // -infinity
+            place[v] = rows.first * S + columns.first;
         }
         for (int i = rows.first; i < rows.stop; i++) {
-            const float* line = image + (long long)(rows.start + i) * W * C + at % C;
+            const value* line = image + (long long)(rows.start + i) * W * C + at % C;
             Values of_row = {}; // one sum over a large window would lose accuracy
+#pragma unroll 2 // 4, the default, needs so many registers that some GPUs spill
             for (int j = columns.first; j < columns.stop; j++) {
-                Values pixel = load(line + (columns.start + j) * C);
+                Values pixel = load<POOL_WIDTH>(line + (columns.start + j) * C);
                 for (int v = 0; v < POOL_WIDTH; v++) {
-                    const float value = pixel.of[v];
+                    const float number = activated(pixel.at[v], source, norm, v);
                     if (!MAX)
-                        of_row.of[v] += value;
-                    else if (value > result.of[v] || value != value)
-                        result.of[v] = value, place.of[v] = (unsigned char)(i * S + j);
+                        of_row.at[v] += number;
+                    else if (number > result.at[v] || number != number)
+                        result.at[v] = number, place[v] = i * S + j;
                 }
             }
-            for (int v = 0; !MAX && v < POOL_WIDTH; v++) result.of[v] += of_row.of[v];
+            for (int v = 0; !MAX && v < POOL_WIDTH; v++) result.at[v] += of_row.at[v];
         }
         const float count = divisor(rows, columns, R * S, count_padding);
-        for (int v = 0; !MAX && v < POOL_WIDTH; v++) result.of[v] /= count;
-        store(y + row + at, result);
-        if (MAX) *reinterpret_cast<Places*>(argmax + row + at) = place;
+        for (int v = 0; !MAX && v < POOL_WIDTH; v++) result.at[v] /= count;
+        store<POOL_WIDTH>(y + row + at, result);
+        Places places = {};
+        for (int v = 0; MAX && v < POOL_WIDTH; v++) places.at[v] = (unsigned char)place[v];
+        if (MAX) *reinterpret_cast<Places*>(argmax + row + at) = places;
     }
 }
 
 // Computes a CTA's row of dx. If MAX, each pixel adds up dy of the windows in which it is the
 // largest pixel. Otherwise each pixel adds up its part of dy of all windows that contain it.
 template <bool MAX>
-__device__ __forceinline__ void pool_row_dx(const float* dy, const unsigned char* argmax,
-                                            float* dx, int C, int H, int W, int P, int Q, int R,
+__device__ __forceinline__ void pool_row_dx(const value* dy, const unsigned char* argmax,
+                                            value* dx, int C, int H, int W, int P, int Q, int R,
                                             int S, int stride_h, int stride_w, int top, int left,
                                             bool count_padding = true) {
     const Containing rows = containing(blockIdx.x % H, stride_h, top, P);
@@ -116,49 +109,55 @@ __device__ __forceinline__ void pool_row_dx(const float* dy, const unsigned char
         for (int i = rows.place, p = rows.window; i < R && p >= 0; i += stride_h, p--) {
             const long long line = image + (long long)p * Q * C + at % C;
             for (int j = columns.place, q = columns.window; j < S && q >= 0; j += stride_w, q--) {
-                Values part = load(dy + line + q * C);
+                Values part = load<POOL_WIDTH>(dy + line + q * C);
                 Places place;
                 if (MAX) place = *reinterpret_cast<const Places*>(argmax + line + q * C);
                 const float count = divisor(span_of(p, stride_h, top, R, H),
                                             span_of(q, stride_w, left, S, W), R * S, count_padding);
                 for (int v = 0; v < POOL_WIDTH; v++)
                     if (!MAX)
-                        sum.of[v] += part.of[v] / count;
-                    else if (place.of[v] == i * S + j)
-                        sum.of[v] += part.of[v];
+                        sum.at[v] += part.at[v] / count;
+                    else if (place.at[v] == i * S + j)
+                        sum.at[v] += part.at[v];
             }
         }
-        store(dx + row + at, sum);
+        store<POOL_WIDTH>(dx + row + at, sum);
     }
 }
 
 // y: the largest pixel of each window, or NaN if a pixel is NaN. argmax: the position of the first
-// such pixel in the window, counted row by row. x is (images, H, W, C), y and argmax are (images,
-// P, Q, C). Grid: images * P.
-extern "C" __global__ void __launch_bounds__(256) max_pool2d(
-    const float* __restrict__ x, float* __restrict__ y, unsigned char* __restrict__ argmax, int C,
-    int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top, int left) {
-    pool_row<true>(x, y, argmax, C, H, W, P, Q, R, S, stride_h, stride_w, top, left);
+// such pixel in the window, counted row by row. x is (images, H, W, C), and normalized if mean is
+// not null; y and argmax are (images, P, Q, C). Grid: images * P.
+extern "C" __global__ void __launch_bounds__(256, 4) max_pool2d(
+    const value* __restrict__ x, const float* __restrict__ mean, const float* __restrict__ scale,
+    const float* __restrict__ beta, float low, float high, value* __restrict__ y,
+    unsigned char* __restrict__ argmax, int C, int H, int W, int P, int Q, int R, int S,
+    int stride_h, int stride_w, int top, int left) {
+    pool_row<true>({x, mean, scale, beta, low, high}, y, argmax, C, H, W, P, Q, R, S, stride_h,
+                   stride_w, top, left);
 }
 
 // dy and argmax (images, P, Q, C), dx (images, H, W, C). Grid: images * H.
 extern "C" __global__ void __launch_bounds__(256) max_pool2d_dx(
-    const float* __restrict__ dy, const unsigned char* __restrict__ argmax, float* __restrict__ dx,
+    const value* __restrict__ dy, const unsigned char* __restrict__ argmax, value* __restrict__ dx,
     int C, int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top,
     int left) {
     pool_row_dx<true>(dy, argmax, dx, C, H, W, P, Q, R, S, stride_h, stride_w, top, left);
 }
 
 // Shapes and grid: see max_pool2d.
-extern "C" __global__ void __launch_bounds__(256) average_pool2d(
-    const float* __restrict__ x, float* __restrict__ y, int C, int H, int W, int P, int Q, int R,
-    int S, int stride_h, int stride_w, int top, int left, int count_padding) {
-    pool_row<false>(x, y, 0, C, H, W, P, Q, R, S, stride_h, stride_w, top, left, count_padding);
+extern "C" __global__ void __launch_bounds__(256, 4) average_pool2d(
+    const value* __restrict__ x, const float* __restrict__ mean, const float* __restrict__ scale,
+    const float* __restrict__ beta, float low, float high, value* __restrict__ y, int C, int H,
+    int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top, int left,
+    int count_padding) {
+    pool_row<false>({x, mean, scale, beta, low, high}, y, 0, C, H, W, P, Q, R, S, stride_h,
+                    stride_w, top, left, count_padding);
 }
 
 // Shapes and grid: see max_pool2d_dx.
 extern "C" __global__ void __launch_bounds__(256) average_pool2d_dx(
-    const float* __restrict__ dy, float* __restrict__ dx, int C, int H, int W, int P, int Q, int R,
+    const value* __restrict__ dy, value* __restrict__ dx, int C, int H, int W, int P, int Q, int R,
     int S, int stride_h, int stride_w, int top, int left, int count_padding) {
     pool_row_dx<false>(dy, 0, dx, C, H, W, P, Q, R, S, stride_h, stride_w, top, left,
                        count_padding);

@@ -31,8 +31,15 @@ prelu_dx(const value* __restrict__ dy, const value* __restrict__ x, value* __res
     scaled_below_0(dy, x, dx, slope, slopes, n);
 }
 
+// The terms of the slopes' gradients, which are not rounded to the type of x.
 extern "C" __global__ void __launch_bounds__(256)
 prelu_products(const value* __restrict__ dy, const value* __restrict__ x,
-               value* __restrict__ products, long long n) {
-    each_four(dy, x, products, n, [](float g, float v) { return v > 0.f ? 0.f : g * v; });
+               float* __restrict__ products, long long n) {
+    EACH_INDEX(i, n / 4) {
+        Floats<4> g = load<4>(dy + 4 * i);
+        const Floats<4> v = load<4>(x + 4 * i);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) g.at[k] = v.at[k] > 0.f ? 0.f : g.at[k] * v.at[k];
+        reinterpret_cast<Floats<4>*>(products)[i] = g;
+    }
 }

@@ -55,6 +55,8 @@ def of_type(dtype: Any) -> Backend:
 
 def converted(array: np.ndarray, dtype: Any) -> np.ndarray:
     """Return an array of float32 or bfloat16 numbers in the other of these two types."""
+    if is_device_array(array):
+        return array.astype(dtype)
     convert = "reference.bf16" if builds.kernels() is None else "cpu.call"
     return importlib.import_module(f"mpidl.backends.{convert}").as_type(array, dtype)
 

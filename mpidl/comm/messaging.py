@@ -83,9 +83,9 @@ class Messaging:
         data = np.frombuffer(pickle.dumps(value) if self.rank == root else b"", np.uint8)
         size = np.array([data.size])
         comm = self.transport.comm
-        self._wait_for([comm.Ibcast(size, root)], "broadcast")
+        self.wait_for([comm.Ibcast(size, root)], "broadcast")
         data = data if self.rank == root else np.empty(size[0], np.uint8)
-        self._wait_for([comm.Ibcast(data, root)], "broadcast")
+        self.wait_for([comm.Ibcast(data, root)], "broadcast")
         return value if self.rank == root else pickle.loads(data)
 
     def gather(self, value: T) -> list[T] | None:
@@ -103,7 +103,7 @@ class Messaging:
         """
         control = self.transport.control
         if self.rank:
-            self._wait_for([control.isend(value, 0, GATHER)], "gather")
+            self.wait_for([control.isend(value, 0, GATHER)], "gather")
             return None
         values = [value]
         arrived: list[MPI.Message] = []
@@ -197,11 +197,31 @@ class Messaging:
         operation : str
             Name of the awaited operation, for messages about a time-out.
         """
-        tag = self._new_tag()
         peers = [rank for rank in range(self.size) if rank != self.rank]
-        requests = [self.transport.irecv(inbox[rank], rank, tag) for rank in peers]
-        requests += [self.transport.isend(buffer, rank, tag) for rank in peers]
-        self._wait_for(requests, operation)
+        sends = [(rank, buffer) for rank in peers]
+        requests = self.start_messages(sends, [(rank, inbox[rank]) for rank in peers])
+        self.wait_for(requests, operation)
+
+    def start_messages(
+        self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]
+    ) -> list[MPI.Request]:
+        """Start to send buffers to other ranks and to receive buffers from them; collective.
+
+        Parameters
+        ----------
+        sends, receives : sequence of (int, buffer)
+            The other rank of each message, and the buffer, which may be in GPU memory if the MPI
+            library supports that. A rank receives the messages of another rank in the order in
+            which that rank lists them.
+
+        Returns
+        -------
+        list of mpi4py.MPI.Request
+            Requests for `wait_for`.
+        """
+        tag = self._new_tag()
+        requests = [self.transport.irecv(buffer, rank, tag) for rank, buffer in receives]
+        return requests + [self.transport.isend(buffer, rank, tag) for rank, buffer in sends]
 
     def exchange(self, tree: Tree, matrix: np.ndarray, combine: Combine) -> np.ndarray:
         """Combine the tree nodes of all ranks, and return the root (the total); collective.
@@ -362,7 +382,16 @@ class Messaging:
                 if pending.is_complete:
                     self.pending_exchanges.remove(pending)
 
-    def _wait_for(self, requests: Sequence[MPI.Request], operation: str) -> None:
+    def wait_for(self, requests: Sequence[MPI.Request], operation: str) -> None:
+        """Wait until all requests are complete.
+
+        Parameters
+        ----------
+        requests : sequence of mpi4py.MPI.Request
+            The requests.
+        operation : str
+            Name of the awaited operation, for messages about a time-out.
+        """
         progress = self.progress if self.pending_exchanges or self._handler else None
         self.transport.wait(requests, operation, progress)
 

@@ -1,12 +1,12 @@
 """Exchange nodes of the reduction tree between the GPUs of the ranks.
 
 A node is the sum over a range of blocks of 16 images. `make_mover(world)` chooses a mover, an
-object that gathers the nodes of all ranks with NCCL or a CUDA-aware MPI. Without a mover, the world
-exchanges the nodes through pinned host memory. In all cases, the caller adds up the gathered nodes,
-so the sums do not depend on the choice.
+object that sends nodes between ranks with NCCL or a CUDA-aware MPI. Without a mover, the world
+exchanges the nodes through pinned host memory. In all cases, the nodes are added up along the same
+tree, so the sums do not depend on the choice. `backends.gpu.sums` decides what the ranks send.
 
 No mover has run on several real GPUs yet. The choice of a mover is tested with simulated ranks. The
-messages of `MpiMover` are tested with host memory.
+messages are tested with host memory, those of `NcclMover` through a replacement for NCCL.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Capabilities(NamedTuple):
 
 
 def make_mover(world: World) -> NcclMover | MpiMover | None:
-    """Create the object that gathers nodes between the GPUs of the ranks.
+    """Create the object that sends nodes between the GPUs of the ranks.
 
     Collective. Call this function once per world.
 
@@ -55,9 +55,9 @@ def make_mover(world: World) -> NcclMover | MpiMover | None:
     Returns
     -------
     NcclMover, MpiMover or None
-        The mover; None if nodes are exchanged through host memory. A mover has a method
-        `allgather(source, target)` and an attribute `captured`, which is true if a CUDA graph can
-        contain its messages.
+        The mover; None if nodes are exchanged through host memory. A mover has the methods of
+        `MpiMover`, and an attribute `captured`, which is true if a CUDA graph can contain its
+        messages.
 
     Raises
     ------
@@ -163,24 +163,29 @@ def loaded_libraries() -> list[str]:
     return []
 
 
+Message = tuple[int, "Array"]  # the other rank, and an Array in C order
+
 _communicators: dict[
-    tuple[Capabilities, ...], Any
-] = {}  # {Capabilities of the ranks: NCCL's communicator}
+    tuple[Capabilities, ...], list[Any]
+] = {}  # {Capabilities of the ranks: NCCL's communicators}
+WARM_BYTES = 256, 1 << 20  # sizes of the first messages: NCCL treats small and large ones apart
 
 
 class NcclMover:
     """A mover that uses NCCL. Each rank needs a GPU that no other rank uses.
 
-    Worlds with the same ranks share a communicator. The first messages open connections, which is
-    not allowed inside a CUDA graph, so the constructor sends the first messages. If a rank dies,
-    the other ranks wait in NCCL until the launcher ends them; --timeout has no effect in NCCL.
+    There are two communicators, because NCCL runs the operations of one communicator one after
+    another: one for the stream for computing, and one for the stream for sums. Worlds with the same
+    ranks share them. The first messages open connections, which is not allowed inside a CUDA graph,
+    so the constructor sends the first messages. If a rank dies, the other ranks wait in NCCL until
+    the launcher ends them; --timeout has no effect in NCCL.
 
     Parameters
     ----------
     world : World
         The ranks.
     ranks : tuple of Capabilities
-        Capabilities of each rank. The communicator is stored under this key.
+        Capabilities of each rank. The communicators are stored under this key.
     """
 
     captured = True
@@ -188,59 +193,126 @@ class NcclMover:
     def __init__(self, world: World, ranks: tuple[Capabilities, ...]) -> None:
         from cupy.cuda import nccl
 
-        self.device = _device_of(world)
-        self._bytes = nccl.NCCL_INT8
+        self.device, self.rank, self.size = _device_of(world), world.rank, world.size
+        self.nccl = nccl
         if ranks not in _communicators:
-            key = world.broadcast(nccl.get_unique_id() if world.rank == 0 else None)
-            communicator = nccl.NcclCommunicator(world.size, key, world.rank)
-            _communicators[ranks] = communicator
-            # Keep the communicator until the process ends. Its destructor would wait for the other
-            # ranks, and for the destruction of all graphs that contain its messages.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
-        self._communicator = _communicators[ranks]
-        buffer = self.device.allocate(256 * (world.size + 1))
-        self._gather(buffer.address, buffer.address + 256, 256)
+            _communicators[ranks] = []
+            for _ in ("computing", "sums"):
+                key = world.broadcast(nccl.get_unique_id() if world.rank == 0 else None)
+                communicator = nccl.NcclCommunicator(world.size, key, world.rank)
+                _communicators[ranks].append(communicator)
+                # Keep the communicator until the process ends. Its destructor would wait for the
+                # other ranks, and for the destruction of all graphs that contain its messages.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+        self._communicators = _communicators[ranks]
+        buffer = self.device.allocate((world.size + 1) * max(WARM_BYTES))
+        places = [Bytes(buffer.address + r * max(WARM_BYTES), 0) for r in range(world.size + 1)]
+        for communicator in self._communicators:
+            for nbytes in WARM_BYTES:
+                places = [Bytes(place.address, nbytes) for place in places]
+                self._gather(communicator, places[-1], places[0])
+                peers = list(enumerate(places[:-1]))
+                self._exchange(communicator, [(r, places[-1]) for r, _ in peers], peers)
         self.device.synchronize()
 
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Send and receive Arrays, in the device's stream; see `MpiMover.exchange`."""
+        self._exchange(self._communicators[self.device.is_aside], sends, receives)
+
     def allgather(self, source: Array, target: Array) -> None:
-        """Gather the nodes of all ranks, as an asynchronous operation on the device's stream.
+        """Gather equal parts, in the device's stream; see `MpiMover.allgather`."""
+        self._gather(self._communicators[self.device.is_aside], source, target)
 
-        Parameters
-        ----------
-        source : Array, shape (nodes, width)
-            Nodes of this rank, in C order. The shape must be the same on all ranks.
-        target : Array, shape (ranks, nodes, width)
-            Receives the nodes of all ranks, in C order.
-        """
-        self._gather(source.address, target.address, source.nbytes)
+    def wait(self, requests: None) -> None:
+        """Do nothing, because messages run in a stream of the device."""
 
-    def _gather(self, source: int, target: int, nbytes: int) -> None:
-        if nbytes:
-            self._communicator.allGather(source, target, nbytes, self._bytes, self.device.stream)
+    def _exchange(self, communicator: Any, sends: Sequence[Any], receives: Sequence[Any]) -> None:
+        stream, kind = self.device.stream, self.nccl.NCCL_INT8
+        _copy_own(self, sends, receives)
+        self.nccl.groupStart()
+        try:
+            for rank, array in sends:
+                if rank != self.rank:
+                    communicator.send(array.address, array.nbytes, kind, rank, stream)
+            for rank, array in receives:
+                if rank != self.rank:
+                    communicator.recv(array.address, array.nbytes, kind, rank, stream)
+        finally:
+            self.nccl.groupEnd()
+
+    def _gather(self, communicator: Any, source: Any, target: Any) -> None:
+        kind, stream = self.nccl.NCCL_INT8, self.device.stream
+        communicator.allGather(source.address, target.address, source.nbytes, kind, stream)
 
 
 class MpiMover:
     """A mover that uses MPI messages from device memory to device memory.
 
-    The host first waits for the device, then for the messages.
+    The caller must wait for the device before it starts messages.
     """
 
     captured = False
 
     def __init__(self, world: World) -> None:
         self.world, self.device = world, _device_of(world)
+        self.rank, self.size = world.rank, world.size
 
-    def allgather(self, source: Array, target: Array) -> None:
-        """Gather the nodes of all ranks, and wait for them; see `NcclMover.allgather`."""
-        world, nbytes = self.world, source.nbytes
-        if not nbytes:
-            return
-        self.device.copy(target.address + world.rank * nbytes, source.address, nbytes)
-        # Wait until kernels have written the source and no kernel still reads the target.
-        self.device.synchronize()
-        rows = [DeviceBytes(target.address + r * nbytes, nbytes) for r in range(world.size)]
-        buffer = DeviceBytes(source.address, nbytes)
-        world.allgather_into(rows, buffer, "nodes of the other ranks' GPUs")
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Any]:
+        """Start to send and receive Arrays, and return what `wait` needs.
+
+        A rank receives the Arrays of each other rank in the order in which that rank lists them. An
+        Array that a rank sends to itself is copied.
+
+        Parameters
+        ----------
+        sends, receives : sequence of (int, Array)
+            The other rank of each message, and an Array in C order. No Array may be empty.
+        """
+        _copy_own(self, sends, receives)
+        return self.world.start_messages(self._buffers(sends), self._buffers(receives))
+
+    def allgather(self, source: Array, target: Array) -> list[Any]:
+        """Start to gather Arrays of equal size from all ranks, and return what `wait` needs.
+
+        Parameters
+        ----------
+        source : Array
+            Part of this rank, in C order.
+        target : Array
+            Receives the parts of all ranks one after another, in the order of the ranks.
+        """
+        nbytes = source.nbytes
+        parts = [Bytes(target.address + r * nbytes, nbytes) for r in range(self.size)]
+        self.device.copy(parts[self.rank].address, source.address, nbytes)
+        peers = [(rank, part) for rank, part in enumerate(parts) if rank != self.rank]
+        sends = self._buffers([(rank, source) for rank, _ in peers])
+        return self.world.start_messages(sends, self._buffers(peers))
+
+    def wait(self, requests: Sequence[Any]) -> None:
+        """Wait for the messages of `exchange` or `allgather`."""
+        self.world.wait_for(requests, "nodes of the other ranks' GPUs")
+
+    def _buffers(self, messages: Sequence[Any]) -> list[tuple[int, DeviceBytes]]:
+        return [
+            (rank, DeviceBytes(array.address, array.nbytes))
+            for rank, array in messages
+            if rank != self.rank
+        ]
+
+
+class Bytes(NamedTuple):
+    """A range of device memory."""
+
+    address: int
+    nbytes: int
+
+
+def _copy_own(mover: Any, sends: Sequence[Any], receives: Sequence[Any]) -> None:
+    """Copy the Arrays that a rank sends to itself, in the device's stream."""
+    sources = [array for rank, array in sends if rank == mover.rank]
+    targets = [array for rank, array in receives if rank == mover.rank]
+    for source, target in zip(sources, targets, strict=True):
+        mover.device.copy(target.address, source.address, source.nbytes)
 
 
 class DeviceBytes:

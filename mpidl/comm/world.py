@@ -181,7 +181,7 @@ class World(Messaging):
             result = np.empty_like(array)
             mpi_operation = getattr(self.transport.MPI, names[operation])
             request = self.transport.comm.Iallreduce(array, result, mpi_operation)
-            self._wait_for([request], f"gop {operation}")
+            self.wait_for([request], f"gop {operation}")
             return self._like(result, value)
         inbox = [np.empty_like(array) for _ in range(self.size)]
         inbox[self.rank] = array
@@ -259,7 +259,7 @@ class World(Messaging):
                 "messages sent to rank 0",
                 self.progress,
             )
-        self._wait_for([self.transport.comm.Ibarrier()], "barrier")
+        self.wait_for([self.transport.comm.Ibarrier()], "barrier")
 
     def raise_if_any(self, error: BaseException | None = None) -> None:
         """Raise an error on all ranks if any rank passes an error.

@@ -612,6 +612,8 @@ def without_bias(cases):
 # functions whose direct sums in bfloat16 have a defined order
 ORDERED = {"conv2d", "conv2d_backward", "transposed_conv2d", "transposed_conv2d_backward"}
 ORDERED |= {"dense", "dense_dweight", "dense_backward"}
+# functions that GPUs do not compute in bfloat16
+ONLY_ON_CPUS = ORDERED | {"conv2d_moments", "conv2d_relu", "dense_dx"}
 
 
 def in_bf16(case):
@@ -635,11 +637,15 @@ def in_bf16(case):
     is_ordered = case.function in ORDERED and not is_fused and arguments["x"].kind == "lanes"
     if is_ordered:  # with "auto", the same algorithm unless the case has several
         policies = ({"winograd": "off"}, *({"winograd": "auto"},) * (policies != WINOGRAD[1:2]))
+    settings = {"cpu": policies, "gpu": case.settings.get("gpu", ({},))}
     return case._replace(
         label=f"{case.label}, bf16",
         arguments=arguments,
-        backends=CPU,
-        settings={"cpu": tuple(values | {"precision": "bf16"} for values in policies)},
+        backends=CPU if case.function in ONLY_ON_CPUS else case.backends,
+        settings={
+            backend: tuple(values | {"precision": "bf16"} for values in variants)
+            for backend, variants in settings.items()
+        },
         ordered=is_ordered,
     )
 

@@ -7,6 +7,7 @@ every allocation, raises an error, and so do a misaligned access and an overflow
 """
 
 import bisect
+import collections
 import contextlib
 import ctypes
 import functools
@@ -14,7 +15,6 @@ import itertools
 import mmap
 import time
 import weakref
-from collections import defaultdict
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Region:
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._base = self._bytes.ctypes.data
         self._used, self._filled = self.FILL, 0
-        self._free = defaultdict(list)  # {bytes: addresses}
+        self._free = collections.defaultdict(list)  # {bytes: addresses}
 
     def take(self, nbytes):
         """Return the address of `nbytes` bytes, which is a multiple of 256."""
@@ -100,11 +100,13 @@ class Token:
     """A point on a stream. Waiting for it calls `land`, which completes the earlier copies."""
 
     def __init__(self, moment=None, land=None):
-        self.moment, self.land = moment, land
+        self.moment, self.land, self.queries = moment, land, 0
 
 
 class EmulatedDevice:
-    """The Device protocol on the CPU, with one stream on which each operation runs immediately.
+    """The Device protocol on the CPU. Operations of the stream for computing run immediately.
+
+    Operations of the stream for sums run as late as possible, when the other stream waits for them.
 
     `order` is the schedule of threads: 0 forward, 1 reverse, 2 random. With `truncate`, tensor
     cores round towards zero. `architecture`, `processors` and `shared` are properties of the
@@ -130,6 +132,8 @@ class EmulatedDevice:
         self._arriving = []  # downloads to pinned memory that have not been waited for
         self._downloads = 0  # number of downloads since the start
         self._recorded = None  # the nodes of the graph that is being captured
+        self.is_aside = False  # whether operations go to the stream for sums
+        self._late = collections.deque()  # operations of that stream, and tokens of `back`
 
     # Memory
 
@@ -235,7 +239,12 @@ class EmulatedDevice:
         return f", after an allocation of {nbytes} bytes"
 
     def _do(self, function, *arguments):
-        """Call the function now, or record it if a graph is being captured."""
+        """Call the function now, or record it if a graph is being captured.
+
+        In the stream for sums, call it when the other stream waits for it.
+        """
+        if self.is_aside:
+            function, arguments = self._late.append, ((function, arguments),)
         if self._recorded is None:
             function(*arguments)
         else:
@@ -283,6 +292,30 @@ class EmulatedDevice:
         self._not_captured("synchronizes")
         self._arrive()
 
+    @property
+    def stream(self):
+        """The stream of launches: a function that runs stream(function, *arguments) in it."""
+        return self._do
+
+    def aside(self):
+        self.is_aside = True
+
+    def back(self):
+        self.is_aside, token = False, Token()
+        self._do(self._late.append, token)
+        return token
+
+    def join(self, token):
+        self._do(self._catch_up, token)
+
+    def _catch_up(self, token):
+        """Run the operations of the stream for sums up to the token, if they have not run yet."""
+        while token in self._late:
+            operation = self._late.popleft()
+            if not isinstance(operation, Token):
+                function, arguments = operation
+                function(*arguments)
+
     def _arrive(self, keep=0):
         """Complete all downloads except the last `keep`."""
         while len(self._arriving) > keep:
@@ -298,6 +331,12 @@ class EmulatedDevice:
     def wait(self, token):
         self._not_captured("waits for an event")
         self._land(token)
+
+    def reached(self, token):
+        """Return True from the second call on, so that a caller polls at least once."""
+        self._not_captured("queries an event")
+        token.queries += 1
+        return token.queries > 1
 
     def after(self, token):
         self._not_captured("waits for the copy stream")
@@ -318,7 +357,11 @@ class EmulatedDevice:
         try:
             play()
         finally:
-            self._recorded = None
+            self._recorded, self.is_aside = None, False
+        ends = [arguments[0] for function, arguments in nodes if function == self._late.append]
+        joined = [arguments[0] for function, arguments in nodes if function == self._catch_up]
+        if any(isinstance(end, Token) and end not in joined for end in ends):
+            raise RuntimeError("a captured graph does not wait for its stream for sums")
         return Graph(nodes)
 
     def _not_captured(self, action):

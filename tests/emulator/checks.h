@@ -6,7 +6,7 @@ namespace shim {
 struct Source { const char* file; u32 line, column; };  // the start of each function's first argument
 struct Access { Source at; const void* type; unsigned char alignment; };  // log2 of bytes
 
-__attribute__((noreturn)) static void overflow(void* data) {
+__attribute__((noreturn, no_sanitize("undefined"))) static void overflow(void* data) {
     const Source* at = (const Source*)data;
     fail("a signed integer overflows in %s, line %u", at->file, at->line);
 }
@@ -14,8 +14,8 @@ __attribute__((noreturn)) static void overflow(void* data) {
 }  // namespace shim
 
 #define SHIM_CHECK(name, ...)                                                                      \
-    extern "C" __attribute__((visibility("hidden"), used, noreturn)) void __ubsan_handle_##name(   \
-        void* data, void*, ##__VA_ARGS__)
+    extern "C" __attribute__((visibility("hidden"), used, noreturn, no_sanitize("undefined"))) void \
+    __ubsan_handle_##name(void* data, void*, ##__VA_ARGS__)
 
 SHIM_CHECK(type_mismatch_v1) {
     const shim::Access* access = (const shim::Access*)data;

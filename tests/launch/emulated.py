@@ -5,8 +5,12 @@ Environment variables:
 
 EMULATED_GPUS
     Number of GPUs, by default 1. If there are more ranks than GPUs, ranks share GPUs.
+EMULATED_NCCL
+    Whether NCCL is available, which MPI then stands in for.
 EMULATED_GATHERED
-    Maximum size in bytes of the nodes that a GPU gathers; see `sums.GATHERED`.
+    Maximum size in bytes of a node of which a GPU gathers all nodes; see `sums.GATHERED`.
+EMULATED_BUCKET
+    Size in bytes of a bucket of gradients; see `reducer.GPU_BUCKET_BYTES`.
 EMULATED_RESIDENT
     Fraction of the GPU's memory that data sets may occupy; see `device_queue.RESIDENT`.
 """
@@ -39,28 +43,34 @@ def visible():
 
 
 def main():
+    import nccl_on_mpi
+
     import mpidl_command
     from mpidl.backends.gpu import sums
-    from mpidl.comm import nccl
+    from mpidl.comm import nccl, reducer
     from mpidl.data.loading import device_queue
     from mpidl.ranks import devices, failure
 
     gathered = int(os.environ.get("EMULATED_GATHERED", sums.GATHERED))
+    bucket = int(os.environ.get("EMULATED_BUCKET", reducer.GPU_BUCKET_BYTES))
     resident = float(os.environ.get("EMULATED_RESIDENT", device_queue.RESIDENT))
     replacements = [
         (devices, "open_gpu", open_gpu),
         (devices, "visible", visible),
         (nccl, "cuda_aware", lambda: True),  # an emulated device uses host memory
         (sums, "GATHERED", gathered),
+        (reducer, "GPU_BUCKET_BYTES", bucket),
         (device_queue, "RESIDENT", resident),
     ]
     name = sys.argv.pop(1)
     with contextlib.ExitStack() as stack:  # undo the changes, because a pool runs other commands
         for module, attribute, value in replacements:
             stack.enter_context(mock.patch.object(module, attribute, value))
+        if "EMULATED_NCCL" in os.environ:
+            stack.enter_context(nccl_on_mpi.installed())
         failure.run(mpidl_command.load(name))
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # emulator
+    sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("", "support")]  # emulator
     main()

@@ -10,7 +10,10 @@ from launcher import mpirun
 EMULATED = str(jobs.ROOT) + "/tests/launch/emulated.py"
 NETWORK = jobs.network("convolutions")
 SLOW = pytest.mark.slow("gpu")
-CUDA_AWARE = {"EMULATED_GPUS": "3", "MPIDL_TRANSPORT": "mpi"}
+# Many buckets go out during backward, and each of their values exceeds the limit of GATHERED.
+BUCKETS = {"EMULATED_BUCKET": "256", "EMULATED_GATHERED": "16"}
+CUDA_AWARE = {"EMULATED_GPUS": "4", "MPIDL_TRANSPORT": "mpi"}
+NCCL = {"EMULATED_GPUS": "4", "EMULATED_NCCL": "1"}
 
 
 def run(ranks, *words, env=None, check=0):
@@ -34,14 +37,27 @@ def single(pictures, tmp_path_factory):
 @pytest.mark.parametrize(
     "ranks, options, env",
     [
-        (2, [], {}),
+        (2, [], BUCKETS),
         pytest.param(3, [], {}, marks=SLOW),
-        # one GPU per rank and a CUDA-aware MPI; larger sums than the limit go through host memory
-        pytest.param(2, [], CUDA_AWARE | {"EMULATED_GATHERED": "1000"}, marks=SLOW),
-        pytest.param(3, [], CUDA_AWARE | {"EMULATED_GATHERED": "1000000"}, marks=SLOW),
-        pytest.param(2, ["--graphs", "off"], {}, marks=SLOW),
+        (3, [], NCCL | BUCKETS),
+        pytest.param(2, [], NCCL, marks=SLOW),
+        pytest.param(4, [], NCCL | BUCKETS, marks=SLOW),
+        pytest.param(3, [], CUDA_AWARE | BUCKETS, marks=SLOW),
+        pytest.param(2, [], CUDA_AWARE, marks=SLOW),
+        pytest.param(2, ["--graphs", "off"], BUCKETS, marks=SLOW),
+        pytest.param(2, ["--graphs", "off"], NCCL | BUCKETS, marks=SLOW),
     ],
-    ids=["2 share a GPU", "3 share a GPU", "large sums by the host", "CUDA-aware", "no graphs"],
+    ids=[
+        "2 share a GPU",
+        "3 share a GPU, one bucket",
+        "3 use NCCL",
+        "2 use NCCL, one bucket",
+        "4 use NCCL",
+        "3 use CUDA-aware MPI",
+        "2 use CUDA-aware MPI, one bucket",
+        "2 share a GPU, no graphs",
+        "2 use NCCL, no graphs",
+    ],
 )
 def test_training_on_several_ranks(ranks, options, env, single, pictures, tmp_path):
     train(ranks, pictures, tmp_path, "--epochs", 1, *options, **env)

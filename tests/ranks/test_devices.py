@@ -2,9 +2,9 @@
 
 import ctypes
 import gc
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
+import nccl_on_mpi
 import numpy as np
 import pytest
 from image_sets import refusal
@@ -239,21 +239,25 @@ def test_whether_the_mpi_reads_device_memory():
 class HostDevice:
     """A simulated device for messages, with memory on the host."""
 
-    identity = "none"
+    identity, is_aside = "none", False
 
-    def __init__(self):
-        self.waits = 0
+    def stream(self, function, *arguments):
+        """Run a message of `nccl_on_mpi` at once."""
+        function(*arguments)
+
+    def allocate(self, nbytes):
+        return device_array(np.zeros(nbytes, np.uint8))
 
     def copy(self, destination, source, nbytes):
         ctypes.memmove(destination, source, nbytes)
 
     def synchronize(self):
-        self.waits += 1
+        pass
 
 
 def device_array(array):
     """Return an object with the attributes of a device array that a mover uses."""
-    return SimpleNamespace(address=array.ctypes.data, nbytes=array.nbytes)
+    return SimpleNamespace(address=array.ctypes.data, nbytes=array.nbytes, keep=array)
 
 
 @pytest.fixture
@@ -264,50 +268,70 @@ def device_world(world):
     world.device = None
 
 
-def test_the_mpi_mover_gathers_in_the_order_of_the_ranks(device_world):
-    """The mover writes the nodes of all ranks to the target in rank order."""
-    size, mover = device_world.size, nccl.MpiMover(device_world)
-    for nodes, width in ((3, 5), (1, 1), (2, 70000), (0, 4)):
-        source = np.full((nodes, width), device_world.rank + 0.5, np.float32)
-        target = np.full((size, nodes, width), np.nan, np.float32)
-        mover.allgather(device_array(source), device_array(target))
-        expected = np.arange(size)[:, None, None] + 0.5
+@pytest.fixture(params=["mpi", "nccl"])
+def mover(request, device_world):
+    """Return a mover whose messages MPI sends between arrays in host memory."""
+    if request.param == "mpi":
+        yield nccl.MpiMover(device_world)
+        return
+    with nccl_on_mpi.installed():
+        yield nccl.NcclMover(device_world, ("these ranks",))
+
+
+def test_a_mover_gathers_in_the_order_of_the_ranks(mover):
+    for count, width in ((3, 5), (1, 1), (2, 70000)):
+        source = np.full((count, width), mover.rank + 0.5, np.float32)
+        target = np.full((mover.size, count, width), np.nan, np.float32)
+        mover.wait(mover.allgather(device_array(source), device_array(target)))
+        expected = np.arange(mover.size)[:, None, None] + 0.5
         assert np.array_equal(target, np.broadcast_to(expected, target.shape))
-    assert mover.captured is False and device_world.device.waits == 3
 
 
-def test_a_communicator_of_nccl_is_never_destroyed(monkeypatch):
+def test_a_mover_sends_each_rank_its_arrays(mover):
+    """Rank r sends r + 1 arrays of different sizes to each rank, including itself."""
+    ranks = range(mover.size)
+    sends, receives = [], []
+    for rank in ranks:
+        sends += [(rank, np.full(i + 1, 100 * mover.rank + rank)) for i in range(mover.rank + 1)]
+        receives += [(rank, np.zeros(i + 1, int)) for i in range(rank + 1)]
+    arrays = [[(r, device_array(a)) for r, a in messages] for messages in (sends, receives)]
+    mover.wait(mover.exchange(*arrays))
+    for rank, received in receives:
+        assert (received == 100 * rank + mover.rank).all()
+
+
+def test_streams_have_communicators_of_their_own_that_are_never_destroyed(monkeypatch):
     """A communicator is kept, because its destructor would wait for CUDA graphs that use it."""
-    destroyed = []
+    destroyed, used = [], []
 
-    class Communicator:
-        def __init__(self, size, key, rank):
-            self.arguments = size, key, rank
+    class Communicator(nccl_on_mpi.NcclCommunicator):
+        def __init__(self, *arguments):
+            self.arguments = arguments
 
-        def allGather(self, source, target, nbytes, kind, stream):
-            ctypes.memmove(target, source, nbytes)
+        def allGather(self, *arguments):
+            used.append(self)
 
         def __del__(self):
             destroyed.append(self.arguments)
 
-    library = SimpleNamespace(
-        NCCL_INT8=0, get_unique_id=lambda: (1, 2), NcclCommunicator=Communicator
-    )
-    for name in ("cupy", "cupy.cuda"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(sys.modules["cupy.cuda"], "nccl", library, raising=False)
-    device, memory = HostDevice(), np.zeros(512, np.uint8)
-    device.allocate, device.stream = lambda nbytes: device_array(memory), 0
-    monkeypatch.setattr(nccl, "_communicators", {})
+    monkeypatch.setattr(nccl_on_mpi, "NcclCommunicator", Communicator)
+    device, array = HostDevice(), device_array(np.zeros(1))
     world = SimpleNamespace(device=device, size=1, rank=0, broadcast=lambda key: key)
-    mover = nccl.NcclMover(world, ("A",))
-    assert mover.captured and mover._communicator.arguments == (1, (1, 2), 0)
-    first, other = (nccl.NcclMover(world, (gpu,))._communicator for gpu in "AB")
-    assert first is mover._communicator is not other
-    del mover, first, other
-    nccl._communicators.clear()
-    gc.collect()
-    assert not destroyed
+    with nccl_on_mpi.installed():
+        movers = [nccl.NcclMover(world, (gpu,)) for gpu in "AAB"]
+        assert movers[0].captured and len(nccl._communicators) == 2
+        for mover in movers:
+            used.clear()
+            for device.is_aside in (False, True):
+                mover.allgather(array, array)
+            assert used == mover._communicators and used[0] is not used[1]
+        assert movers[0]._communicators is movers[1]._communicators
+        assert used[0].arguments == (1, (0,), 0)
+        del mover, movers
+        used.clear()
+        nccl._communicators.clear()
+        gc.collect()
+        assert not destroyed
 
 
 def test_a_rank_keeps_its_gpu(world, monkeypatch):

@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.batchnorm import channel_sums, cotangent_like
 from mpidl.core.blocks import LANES
@@ -22,16 +24,16 @@ def _two(numbers):
     return (*numbers, 0.0, 0.0)[:2]
 
 
-def _launched(name, *arrays, arguments=(), defines=None):
+def _launched(name, *arrays, arguments=(), defines=None, dtype=None):
     """Launch a kernel that computes each element from the same elements of arrays.
 
-    `arguments` are the kernel's arguments between the output and the number of elements. Raise
-    ValueError if the arrays differ in memory layout.
+    `arguments` are the kernel's arguments between the output and the number of elements. The output
+    has the type of the arrays by default. Raise ValueError if the arrays differ in memory layout.
     """
     x = arrays[-1]
     if any((a.dims, a.order) != (x.dims, x.order) for a in arrays):
         raise ValueError(f"{name}: expected arrays of the same memory layout, got {arrays}")
-    y = array.empty_like(x)
+    y = array.empty_like(x, dtype)
     numbers = *arrays, y, *arguments, x.size
     launching.launch(name, _blocks(x), THREADS, *numbers, defines=defines)
     return y
@@ -75,7 +77,7 @@ def _slopes(slope, x):
 
 
 def prelu_dslope(dy, x, slopes, tree):
-    products = _launched("prelu_products", dy, x)
+    products = _launched("prelu_products", dy, x, dtype=np.float32)
     if slopes == 1:  # treat each image as a single channel
         products = products.reshape(products.shape)
         products.dims = (len(x), 1, math.prod(x.dims[1:-1]), 1, LANES)

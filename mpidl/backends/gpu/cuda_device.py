@@ -68,7 +68,7 @@ class Graph:
 
 
 class CudaDevice:
-    """A visible GPU, selected by its index, with one stream for computing and one for copies.
+    """A visible GPU, selected by its index, with streams for computing, for copies and for sums.
 
     Any thread may call `stage`. Only the thread that created the object may call the other methods.
     During `capture`, methods that allocate, wait, or copy unpinned memory raise RuntimeError.
@@ -86,7 +86,8 @@ class CudaDevice:
     identity : str
         Identifier of the physical device, which is the same in all processes.
     stream : int
-        The stream for computing, a cudaStream_t.
+        The stream of launches, a cudaStream_t: between `aside` and `back`, the stream for sums
+        over the ranks, otherwise the stream for computing.
 
     Raises
     ------
@@ -127,8 +128,11 @@ class CudaDevice:
             self.shared = runtime.deviceGetAttribute(
                 runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, index
             )
-            self.stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
-            self._copies = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
+            flags = runtime.streamNonBlocking
+            self.stream = self._computing = runtime.streamCreateWithFlags(flags)
+            self._copies = runtime.streamCreateWithFlags(flags)
+            # Small kernels that other GPUs wait for go first.
+            self._sums = runtime.streamCreateWithPriority(flags, -1)
         except RuntimeError as error:
             raise UserError(f"--device gpu: {self.name} cannot be used: {error}") from error
         self._hook = _refusing(memory_hook.MemoryHook)
@@ -344,8 +348,7 @@ class CudaDevice:
         """Wait until the device has reached a mark or finished a copy (a token of `stage`)."""
         self._refuse("waiting", "for a mark")
         if self.until is not None:
-            query = self.runtime.eventQuery
-            self.until(lambda: query(token.event) != NOT_READY, "the work of all ranks' GPUs")
+            self.until(lambda: self.reached(token), "the work of all ranks' GPUs")
         with self._errors_of_kernels():
             self.runtime.eventSynchronize(token.event)
 
@@ -358,6 +361,12 @@ class CudaDevice:
             advice = "a kernel before this call failed; MPIDL_SYNCHRONOUS=1 names it"
             text = self._failure or f"{self.name}: {error} ({advice})"
             raise RuntimeError(text) from error
+
+    def reached(self, token):
+        """Return whether the device has reached a mark, without waiting."""
+        self._refuse("waiting", "for a mark")
+        with self._errors_of_kernels():
+            return self.runtime.eventQuery(token.event) != NOT_READY
 
     def elapsed(self, first, second):
         """Wait for two marks created with timed=True; return the time between them, in ms."""
@@ -382,18 +391,44 @@ class CudaDevice:
                 play()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # the capture may be invalid already
-                    runtime.graphDestroy(runtime.streamEndCapture(self.stream))
+                    runtime.graphDestroy(runtime.streamEndCapture(self._computing))
                 raise
             else:
-                graph = runtime.streamEndCapture(self.stream)
+                graph = runtime.streamEndCapture(self._computing)
             finally:
-                self._capturing = False
+                self._capturing, self.stream = False, self._computing
         try:
             executable = runtime.graphInstantiate(graph)
         finally:
             runtime.graphDestroy(graph)
         runtime.graphUpload(executable, self.stream)
         return Graph(self, executable)
+
+    # a second stream of launches
+
+    @property
+    def is_aside(self):
+        """Whether launches run in the stream for sums."""
+        return self.stream != self._computing
+
+    def aside(self):
+        """Run later launches in the stream for sums, after all launches so far, until `back`."""
+        mark = self._marked(self.stream, timed=False)
+        self.runtime.streamWaitEvent(self._sums, mark.event)
+        self.stream = self._sums
+
+    def back(self):
+        """Run later launches in the stream for computing again; return a token for `join`."""
+        token = self._marked(self.stream, timed=False)
+        self.stream = self._computing
+        return token
+
+    def join(self, token):
+        """Make later launches wait for those before the call of `back` that returned the token.
+
+        A capture must contain the `join` of each `aside` that it contains.
+        """
+        self.runtime.streamWaitEvent(self.stream, token.event)
 
     def _marked(self, stream, timed):
         self._bind()
@@ -411,7 +446,7 @@ class CudaDevice:
         self.synchronize()
         for module in self._modules:
             self.driver.moduleUnload(module)
-        for stream in (self.stream, self._copies):
+        for stream in (self.stream, self._copies, self._sums):
             self.runtime.streamSynchronize(stream)
             self.runtime.streamDestroy(stream)
         self._modules = []

@@ -7,9 +7,11 @@ import math
 
 import numpy as np
 
+from mpidl.backends import settings
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.core.blocks import LANES, blocks_of
+from mpidl.core.values import BF16
 
 THREADS, PER_THREAD = 256, 4  # threads per CUDA thread block; elements per thread
 
@@ -31,6 +33,8 @@ def images(
 ):
     """Return normalized images, as `Backend.images` does, optionally gathered from a dataset.
 
+    The images are rounded to bfloat16 if `settings.precision` is "bf16".
+
     `mirrored`, `top` and `left` are int32 Arrays with one element for each image of this rank.
 
     Parameters
@@ -49,14 +53,16 @@ def images(
     images_of_share = images_of_share if indices is None else len(indices)
     blocks = blocks_of(images_of_share) if blocks is None else blocks
     p, q = image[1:] if size is None else size
-    lanes = array.empty_lanes((blocks, image[0], p, q, LANES)) if out is None else out
+    if out is None:
+        dtype = BF16 if settings.precision == "bf16" else np.float32
+        out = array.empty_lanes((blocks, image[0], p, q, LANES), dtype)
     parts = _parts(image[0] * p * q)
     of_pixels = int(centre is not None and len(centre.shape) == 3)
     name = "images_of_bytes" if pixels.dtype == np.uint8 else "images_of_floats"
     moves, numbers = (mirrored, top, left), (*image, p, q, of_pixels, images_of_share, parts)
-    arrays = pixels, indices, counts, *moves, fill, centre, divisor, lanes
+    arrays = pixels, indices, counts, *moves, fill, centre, divisor, out
     launching.launch(name, blocks * LANES * parts, THREADS, *arrays, *numbers)
-    return lanes
+    return out
 
 
 def mirror(x, turn, total=None, factor=1.0):

@@ -37,7 +37,8 @@ def concat(arrays):
     # `_move` raises ValueError for flattened images
     parts = [read(a) for a in arrays]
     blocks, _, *rest = parts[0].shape
-    y, first = array.empty_lanes((blocks, sum(p.shape[1] for p in parts), *rest)), 0
+    shape, first = (blocks, sum(p.shape[1] for p in parts), *rest), 0
+    y = array.empty_lanes(shape, parts[0].dtype)
     for part in parts:
         _move("concat", part, y, first)
         first += part.shape[1]
@@ -48,7 +49,7 @@ def split(x, channels):
     parts, first = [], 0
     blocks, _, *rest = x.shape
     for count in channels:
-        part = array.empty_lanes((blocks, count, *rest))
+        part = array.empty_lanes((blocks, count, *rest), x.dtype)
         _move("split", part, x, first)
         parts.append(part)
         first += count

@@ -237,6 +237,15 @@ class Rows:
     def arrays(self):
         return [value for row in self.rows for value in row if isinstance(value, Array)]
 
+    @property
+    def buffers(self):
+        return {id(array.buffer) for array in self.arrays}
+
+    @property
+    def computed(self):
+        """The buffers of the results."""
+        return {id(array.buffer) for results in self.results for array in results}
+
     def add(self, rows, results, blocks):
         """Add rows that can use up to `blocks` blocks each."""
         self.rows += rows
@@ -293,17 +302,11 @@ class Eager:
         self.device.upload(y.address, value)
         return y
 
-    def exchange(self, world, tree, matrix, combine):
-        """Fold the tree nodes of all ranks; return the root (the total) as an Array (width,).
+    def operate(self, operation, arrays):
+        operation.play(self.device)
 
-        The rows of `matrix` (nodes, width) are the nodes of this rank.
-        """
-        nodes = download(matrix).reshape(matrix.shape)
-        return self._uploaded(np.ascontiguousarray(world.exchange(tree, nodes, combine)))
-
-    def between(self, mover, source, target):
-        """Gather the rows of `source` from all ranks into `target`, directly between GPUs."""
-        mover.allgather(source, target)
+    def host_array(self, shape, dtype):
+        return np.empty(shape, dtype)  # allocating pinned memory would wait for the device
 
     def table(self, rows):
         table = Table(rows, None)

@@ -17,6 +17,8 @@ from mpidl.core.fold import Late
 
 ROWS = 16  # rows of scores per block of threads, one per warp
 THREADS = 32 * ROWS
+SUMS = "loss_of_labels", "loss_of_targets", "loss_of_elements", "loss_errors", "loss_label_weight"
+SUM, COUNT = 0, 1  # the sums of a kernel: the terms of a loss, or correct predictions
 
 
 class Leaf(NamedTuple):
@@ -58,7 +60,7 @@ def softmax_dx(dy, p):
 
 
 def cross_entropy(logits, labels, counts, tree, rule=PLAIN):
-    return _of_rows("loss_cross_entropy", logits, labels, counts, tree, _rule(rule))
+    return _of_labels(SUM, logits, labels, counts, tree, rule)
 
 
 def cross_entropy_dlogits(logits, labels, scale, counts, rule=PLAIN):
@@ -71,9 +73,9 @@ def cross_entropy_dlogits(logits, labels, scale, counts, rule=PLAIN):
 
 
 def label_weight(labels, counts, tree, rule, classes):
-    arrays = by_image(labels, "label_weight"), counts
+    arrays = None, by_image(labels, "label_weight"), counts
     numbers, pixels = (_rule(rule)[0], classes), math.prod(labels.dims[1:-1])
-    return _summed("loss_label_weight", arrays, numbers, pixels, OF_ROWS, tree)
+    return _summed("loss_label_weight", SUM, arrays, numbers, pixels, OF_ROWS, tree)
 
 
 def reciprocal(total):
@@ -85,16 +87,15 @@ def reciprocal(total):
 
 def _rule(rule):
     weights = None if rule.class_weights is None else launching.constant(rule.class_weights)
-    return weights, rule.smoothing, rule.gamma
+    return weights, float(rule.smoothing), float(rule.gamma)
 
 
 def correct_count(logits, labels, counts, tree):
-    return _of_rows("loss_correct", logits, labels, counts, tree)
+    return _of_labels(COUNT, logits, labels, counts, tree)
 
 
 def soft_cross_entropy(logits, targets, counts, tree, smoothing=0.0):
-    numbers = float(smoothing), logits.dims[1]
-    return _of_targets("loss_soft", logits, targets, counts, tree, numbers)
+    return _of_targets(SUM, logits, targets, counts, tree, smoothing)
 
 
 def soft_cross_entropy_dlogits(logits, targets, scale, counts, smoothing=0.0):
@@ -107,26 +108,25 @@ def soft_cross_entropy_dlogits(logits, targets, scale, counts, smoothing=0.0):
 
 
 def soft_correct_count(logits, targets, counts, tree):
-    return _of_targets("loss_soft_correct", logits, targets, counts, tree, (logits.dims[1],))
+    return _of_targets(COUNT, logits, targets, counts, tree)
 
 
-def _of_targets(kernel, logits, targets, counts, tree, numbers):
-    _, pixels, _ = pixels_of(logits, kernel)
-    _, *order = _apart(logits, targets)
-    arrays = logits, targets, counts
-    return _summed(kernel, arrays, (*order, *numbers), pixels, OF_ROWS, tree)
-
-
-def _of_rows(kernel, logits, labels, counts, tree, rule=()):
+def _of_targets(kind, logits, targets, counts, tree, smoothing=0.0):
+    kernel, (_, *order) = "loss_of_targets", _apart(logits, targets)
     _, pixels, classes = pixels_of(logits, kernel)
-    arrays = logits, by_image(labels, kernel), counts
-    return _summed(kernel, arrays, (*rule, classes), pixels, OF_ROWS, tree)
+    arrays, numbers = (logits, targets, counts), (*order, float(smoothing), classes)
+    return _summed(kernel, kind, arrays, numbers, pixels, OF_ROWS, tree)
+
+
+def _of_labels(kind, logits, labels, counts, tree, rule=PLAIN):
+    kernel = "loss_of_labels"
+    _, pixels, classes = pixels_of(logits, kernel)
+    arrays, numbers = (logits, by_image(labels, kernel), counts), (*_rule(rule), classes)
+    return _summed(kernel, kind, arrays, numbers, pixels, OF_ROWS, tree)
 
 
 def binary_cross_entropy(logits, targets, counts, tree, rule=PLAIN_BINARY):
-    arrays, elements, order = _binary(logits, targets, counts)
-    numbers = *_binary_rule(rule), logits.dims[1], *order
-    return _summed("loss_binary", arrays, numbers, elements, OF_ELEMENTS, tree)
+    return _of_elements(SUM, logits, targets, counts, tree, rule)
 
 
 def binary_cross_entropy_dlogits(logits, targets, scale, counts, rule=PLAIN_BINARY):
@@ -139,8 +139,14 @@ def binary_cross_entropy_dlogits(logits, targets, scale, counts, rule=PLAIN_BINA
 
 
 def binary_correct_count(logits, targets, counts, tree):
-    arrays, elements, order = _binary(logits, targets, counts)
-    return _summed("loss_binary_correct", arrays, order, elements, OF_ELEMENTS, tree)
+    return _of_elements(COUNT, logits, targets, counts, tree)
+
+
+def _of_elements(kind, logits, targets, counts, tree, rule=PLAIN_BINARY):
+    elements, *order = _apart(logits, targets)
+    numbers = *_binary_rule(rule), *order, logits.dims[1], int(targets.dtype.kind in "iu")
+    arrays = logits, targets, counts
+    return _summed("loss_of_elements", kind, arrays, numbers, elements, OF_ELEMENTS, tree)
 
 
 def _binary(logits, targets, counts):
@@ -156,13 +162,13 @@ def _binary(logits, targets, counts):
 
 def _binary_rule(rule):
     weights = None if rule.positive_weights is None else launching.constant(rule.positive_weights)
-    return weights, rule.gamma
+    return weights, float(rule.gamma)
 
 
 def errors(y, target, power, counts, tree):
     elements, inner, outer = _apart(y, target)
-    arrays, numbers = (y, target, counts), (inner, outer, power)
-    return _summed("loss_errors", arrays, numbers, elements, OF_ELEMENTS, tree)
+    arrays, numbers = (y, target, counts), (inner, outer)
+    return _summed("loss_errors", power, arrays, numbers, elements, OF_ELEMENTS, tree)
 
 
 def errors_dy(y, target, power, scale, counts):
@@ -228,12 +234,12 @@ def _pixel_by_pixel(value):
     return channels, elements // channels
 
 
-def _summed(kernel, arrays, numbers, size, leaf, tree):
+def _summed(kernel, kind, arrays, numbers, size, leaf, tree):
     """Return the sum over all images, and over the `size` rows or elements per image, as a Partial.
 
     A leaf is the sum over several images of a block, one image, or a part of an image. The choice
     depends only on `size` and the limits `leaf`. The order of additions therefore does not depend
-    on the number of blocks or ranks.
+    on the number of blocks or ranks. In a recorded step, sums of one kernel go out in one launch.
     """
     images, parts = 1, 1
     while images < LANES and images * size < leaf.smallest:
@@ -242,7 +248,18 @@ def _summed(kernel, arrays, numbers, size, leaf, tree):
         parts *= 2
     chunk = -(-images * size // parts)
     per_block = LANES // images * parts
-    rows = array.empty((arrays[0].dims[0] * per_block, 1), np.float64)
-    geometry = size, images, parts, chunk
-    launching.launch(kernel, len(rows), leaf.threads, *arrays, rows, *numbers, *geometry)
-    return fold.partial_of_leaves(rows, tree, per_block, shape=())
+    y, target, counts = arrays
+    if y is not None and y.dtype != np.float32:
+        raise TypeError(f"{kernel}: expected float32, got {y}")
+    if target.dtype not in (np.float32, np.int32):
+        raise TypeError(f"{kernel}: expected targets of float32 or int32, got {target}")
+    leaves = array.empty((target.dims[0] * per_block, 1), np.float64)
+    geometry = size, images, parts, chunk, len(leaves), kind
+    row = [y, target, counts, leaves, *geometry, *map(_word, numbers)]
+    launching.later(kernel, row, [leaves], len(leaves), leaf.threads)
+    return fold.partial_of_leaves(leaves, tree, per_block, shape=())
+
+
+def _word(number):
+    """Return a number for a Table: of a float, its bits."""
+    return int(np.float64(number).view(np.int64)) if isinstance(number, float) else number

@@ -8,7 +8,7 @@ def pad2d(x, padding, value):
     (top, bottom), (left, right) = padding
     blocks, channels, height, width, lanes = x.dims
     p, q = height + top + bottom, width + left + right
-    y = array.empty_lanes((blocks, channels, p, q, lanes))
+    y = array.empty_lanes((blocks, channels, p, q, lanes), x.dtype)
     geometry = channels, height, width, p, q, top, left
     grid = launching.blocks_of_threads(y.size, per_thread=4)
     launching.launch("pad2d", grid, THREADS, x, y, value, *geometry, blocks * lanes)

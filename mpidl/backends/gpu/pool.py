@@ -33,12 +33,12 @@ def _launch(name, rows, row, arrays, numbers):
 
 
 def _forward(name, x, windows, with_argmax, *options):
-    x = batchnorm.read(x)
-    blocks, *image, lanes = x.dims
+    source = batchnorm.operand(x)
+    blocks, *image, lanes = source[0].dims
     numbers, (c, p, q) = _geometry(tuple(image), windows)
-    y = array.empty_lanes((blocks, c, p, q, lanes))
+    y = array.empty_lanes((blocks, c, p, q, lanes), source[0].dtype)
     outputs = (y, array.empty_like(y, np.uint8)) if with_argmax else (y,)
-    _launch(name, blocks * lanes * p, q * c, (x, *outputs), (*numbers, *options))
+    _launch(name, blocks * lanes * p, q * c, (*source, *outputs), (*numbers, *options))
     return outputs
 
 

@@ -12,11 +12,13 @@ ROWS = 8  # maximum number of training steps in progress at a time
 class Operation:
     """An operation of a step: `play(device)` starts it, which a CUDA graph may have captured.
 
-    `launch` is the Launch if it is a kernel, and `place` the part of the step, such as "update".
+    `launch` is the Launch if it is a kernel, `sent` the number of bytes that it starts to send to
+    other ranks, and `place` the part of the step, such as "update".
     """
 
-    def __init__(self, play, captured=True, launch=None):
-        self.play, self.captured, self.launch, self.place = play, captured, launch, phases.place()
+    def __init__(self, play, captured=True, launch=None, sent=0):
+        self.play, self.captured, self.launch, self.sent = play, captured, launch, sent
+        self.place = phases.place()
 
 
 def kernel(launch):
@@ -27,29 +29,6 @@ def kernel(launch):
 def copy(source, target):
     """Return the operation that copies one Array to another Array of the same size."""
     return Operation(lambda device: device.copy(target.address, source.address, source.nbytes))
-
-
-def exchange(device, world, tree, matrix, combine, target):
-    """Return the operation that adds up the nodes of all ranks through host memory.
-
-    The host waits for the device, calls world.exchange(tree, nodes, combine), which returns the
-    root of the tree, and continues as soon as the upload of the root to `target` has started.
-    """
-    nodes = device.pinned(max(matrix.nbytes, 1))[: matrix.nbytes]
-    nodes = nodes.view(matrix.dtype).reshape(matrix.shape)
-    root = device.pinned(target.nbytes).view(target.dtype).reshape(target.shape)
-    place = phases.place()
-
-    def play(device):
-        if nodes.size:
-            device.download(nodes, matrix.address)
-        device.synchronize()
-        # copy the nodes, because world.exchange overwrites its argument and may keep a reference
-        with phases.span(place or "exchange"):
-            root[...] = world.exchange(tree, nodes.copy(), combine)
-        device.upload(target.address, root)
-
-    return Operation(play, captured=False)
 
 
 class Program:
@@ -77,10 +56,13 @@ class Program:
                 self._capture(segment) if segment[0].captured else None for segment in segments
             ]
 
+    def operations(self):
+        """Return the Operations of the step, in order."""
+        return [step for segment in self.segments for step in segment]
+
     def launches(self):
         """Return the Launches of the step, in order."""
-        steps = [step for segment in self.segments for step in segment]
-        return [step.launch for step in steps if step.launch is not None]
+        return [step.launch for step in self.operations() if step.launch is not None]
 
     def _capture(self, segment):
         return self.device.capture(lambda: [step.play(self.device) for step in segment])

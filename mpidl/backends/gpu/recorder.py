@@ -11,21 +11,22 @@ The Python code of the training step runs once while a `Recorder` is the launch 
   pinned memory, to which the host has written the scalars. The launches that `before_step`
   collected follow.
 - The launches of `later` wait until something needs their results, and go out together.
-- It splits the launches into segments at each exchange of sums through host memory, and captures
-  each segment as one CUDA graph.
+- It splits the launches into segments at each operation of the host, such as the start of a sum in
+  host memory, and captures each segment as one CUDA graph.
 
-A replay allocates no device memory and needs one launch per segment. The host waits only for an
-exchange, or if too many training steps are in progress.
+A replay allocates no device memory and needs one launch per segment. The host waits only for a sum,
+or if too many training steps are in progress.
 """
 
 import itertools
+import math
 
 import numpy as np
 
 from mpidl.backends import memory_plan
 from mpidl.backends.gpu import kernels, launching, program
 from mpidl.backends.gpu.launching import Array
-from mpidl.backends.gpu.program import ROWS, Operation, Program
+from mpidl.backends.gpu.program import ROWS, Program
 
 WAITING = 1 << 28  # bytes: limit of the Arrays that launches may keep in memory by waiting
 
@@ -77,11 +78,17 @@ class Recorder:
         _collect(self.early, rows)
 
     def later(self, rows):
-        own = {id(array.buffer) for results in rows.results for array in results}
-        self._settle([array for array in rows.arrays if id(array.buffer) not in own])
+        # A row may wait for a row of another kernel, but not for one that waits for others itself:
+        # so no kernel waits for itself.
+        for key, waiting in list(self.waiting.items()):
+            if _feeds(waiting, rows) and (key == rows.key or self._is_fed(waiting)):
+                self._launch(key)
         _collect(self.waiting, rows)
         if sum(array.nbytes for rows in self.waiting.values() for array in rows.arrays) > WAITING:
             self._settle_all()
+
+    def _is_fed(self, rows):
+        return any(_feeds(waiting, rows) for waiting in self.waiting.values())
 
     def take(self, name, result):
         for key, rows in self.waiting.items():
@@ -98,8 +105,7 @@ class Recorder:
         results = {id(array.buffer) for array in (*read, *written)}
         sources = {id(array.buffer) for array in written}
         for key, rows in list(self.waiting.items()):
-            computed = {id(array.buffer) for results in rows.results for array in results}
-            if computed & results or {id(array.buffer) for array in rows.arrays} & sources:
+            if rows.computed & results or rows.buffers & sources:
                 self._launch(key)
 
     def _settle_all(self):
@@ -107,9 +113,12 @@ class Recorder:
             self._launch(key)
 
     def _launch(self, key):
-        if key in self.waiting:
+        rows = self.waiting.pop(key, None)
+        if rows is not None:
+            self._settle([x for x in rows.arrays if id(x.buffer) not in rows.computed])
             with launching.through(self):
-                self.waiting.pop(key).launch()
+                launch = rows.made()
+            self._step(program.kernel(launch), rows.arrays)
 
     def scalar(self, name, value, dtype):
         value = np.atleast_1d(np.asarray(value, dtype))
@@ -132,23 +141,15 @@ class Recorder:
 
     # operations other than kernels
 
-    def exchange(self, world, tree, matrix, combine):
-        """Record an exchange of reduction-tree nodes between all ranks; return the root, an Array.
+    def operate(self, operation, arrays):
+        """Record a `program.Operation` that reads or writes `arrays`."""
+        self._settle((), arrays)
+        self._step(operation, arrays)
 
-        The rows of `matrix` (nodes, width) are the nodes of this rank. The root is the total and
-        has the shape (width,).
-        """
-        target = launching.empty(matrix.shape[1:], matrix.dtype)
-        self._settle([matrix])
-        step = program.exchange(self.device, world, tree, matrix, combine, target)
-        self._step(step, [matrix, target])
-        return target
-
-    def between(self, mover, source, target):
-        """Record an operation that gathers `source` from all ranks into `target`, GPU to GPU."""
-        self._settle([source], [target])
-        step = Operation(lambda device: mover.allgather(source, target), mover.captured)
-        self._step(step, [source, target])
+    def host_array(self, shape, dtype):
+        """Return an array of pinned memory for an operation that copies to or from the host."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self.device.pinned(max(nbytes, 1))[:nbytes].view(dtype).reshape(shape)
 
     def store(self, new, old):
         """Let the next training step read the value of `new` where this step reads `old`."""
@@ -263,6 +264,11 @@ def _collect(collected, rows):
         collected[rows.key].add(rows.rows, rows.results, rows.blocks)
     else:
         collected[rows.key] = rows
+
+
+def _feeds(waiting, rows):
+    """Return whether waiting Rows compute a source of other Rows."""
+    return bool(waiting.computed & (rows.buffers - rows.computed))
 
 
 def _place(array):

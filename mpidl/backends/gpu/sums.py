@@ -1,24 +1,38 @@
-"""Sum Partials on GPUs over all ranks: the GPU part of `World.gplus`.
+"""Sum Partials on GPUs over all ranks: the GPU part of `comm.reducer.Reducer`.
 
 Sums follow a reduction tree, whose root is the total. Each rank has already folded (summed) its
 images into a few nodes of the tree. A single rank already has the root. Several ranks exchange
-their nodes through pinned host memory and MPI or, with a mover (`comm.nccl`), from GPU to GPU. In
-both cases, the same operands are combined in the same order, so the result has the same bytes.
+their nodes from GPU to GPU with a mover (`comm.nccl`) or, without one, through pinned host memory
+and the world's exchange. In both cases, the same operands are combined in the same order, so the
+result has the same bytes.
+
+As in `comm.exchange`, each algorithm is a generator. It passes operations to the launch sink, which
+performs or records them, and yields where other operations should come first: SOON, NEXT or LAST.
 """
 
 import functools
 import operator
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 
+from mpidl import phases
 from mpidl.backends.gpu import elementwise, fold, launching
+from mpidl.backends.gpu.program import Operation
 from mpidl.core.blocks import LANES
-from mpidl.core.fold import Late, Partial
+from mpidl.core.fold import Late, Partial, add
+from mpidl.core.values import OnDevice
 
-# Maximum size in bytes of the nodes that a GPU gathers from all ranks. Larger nodes are exchanged
-# through host memory, where each rank sums a part of each node (`comm.exchange`).
-GATHERED = 1 << 28
+# When to continue a sum: after the launches of the next layers, after the start of the next sum, or
+# when the result is needed.
+SOON, NEXT, LAST = range(3)
+
+# Maximum size in bytes of a node for which every rank gathers all nodes. A second message takes
+# about 10 µs, in which a GPU sends some hundred KB more.
+GATHERED = 1 << 18
+COLUMNS = 64  # a segment is a multiple of 256 bytes
 
 
 class Counts:
@@ -75,57 +89,211 @@ class Pending:
         return self.finish([float(root) for root in self.roots])
 
 
-def gplus(partials, world):
-    """Sum Partials, {name: Partial}, over all ranks; return {name: sum}. Collective.
+class Layout(OnDevice):
+    """Stands for the nodes of a term after they were sent; `like` is as in `fold.Nodes`."""
 
-    A sum of shape () is a Pending. Any other sum is an Array.
+    def __init__(self, like):
+        self.like = like
+
+
+def without_nodes(partial):
+    """Return a Partial without its nodes, for `total`."""
+    terms = [replace(term, nodes=Layout(term.nodes.like)) for term in partial.terms]
+    return Partial(terms, partial.addend, partial.shape, partial.dtype)
+
+
+class DeviceSum:
+    """A sum over the ranks, of which some operations may have to be launched or recorded.
+
+    Attributes
+    ----------
+    root : Array (width,) or None
+        The sum, once all operations have been launched or recorded.
+    point : int or None
+        When to call `advance`: SOON, NEXT or LAST; None if `root` is available.
     """
-    roots, groups = {}, {}
-    for name, partial in partials.items():
-        for index, term in enumerate(partial.terms):
-            if world.size == 1:
-                roots[name, index] = term.nodes.matrix.row(0)
-            else:
-                key = (term.tree, term.combine, term.dtype)
-                groups.setdefault(key, []).append((name, index, term.nodes.matrix))
-    for (tree, combine, dtype), members in groups.items():
-        matrix = members[0][2]
-        if len(members) > 1:
-            matrix = elementwise.pack([m for *_, m in members], len(tree.nodes[tree.rank]), dtype)
-        root, column = _exchange(world, tree, matrix, combine), 0
-        for name, index, member in members:
-            width = member.shape[1]
-            roots[name, index] = root.part(column, (width,))
-            column += width
-    return {
-        name: _finish(name, partial, [roots[name, i] for i in range(len(partial.terms))])
-        for name, partial in partials.items()
-    }
+
+    def __init__(self, steps):
+        self._steps, self.root, self.point = steps, None, None
+        self.advance()
+
+    def advance(self):
+        """Launch or record further operations."""
+        try:
+            self.point = next(self._steps)
+        except StopIteration as end:
+            self.root, self.point = end.value, None
 
 
-def _exchange(world, tree, matrix, combine):
-    """Exchange nodes with all ranks; return the root. `matrix` has a row per node of this rank."""
-    counts, width = [len(nodes) for nodes in tree.nodes], matrix.shape[1]
-    rows, words = max(counts), width * matrix.dtype.itemsize // elementwise.WORD
-    if world.mover is None or len(counts) * rows * words * elementwise.WORD > GATHERED:
-        return launching.sink().exchange(world, tree, matrix, combine)
-    padded = matrix
-    if len(matrix) < rows:  # all ranks must send the same number of rows
-        padded = launching.empty((rows, width), matrix.dtype)
-        elementwise.copy([(matrix, padded, len(matrix), words, words, words)])
-    gathered = launching.empty((len(counts), rows, width), matrix.dtype)
-    launching.sink().between(world.mover, padded, gathered)
-    nodes = gathered.reshape(len(counts) * rows, width)
-    if min(counts) < rows:
-        nodes, pieces = launching.empty((sum(counts), width), matrix.dtype), []
-        for rank, count in enumerate(counts):
-            to = nodes.part(sum(counts[:rank]) * width, (count, width))
-            pieces.append((gathered.row(rank), to, count, words, words, words))
-        elementwise.copy(pieces)
+def start(world, term, nodes, is_awaited):
+    """Start to sum several values in one exchange; return a DeviceSum. Collective.
+
+    Parameters
+    ----------
+    world : World
+        The ranks.
+    term : Term
+        A term with the tree, operation and dtype of all values.
+    nodes : sequence of fold.Nodes
+        For each value, this rank's nodes.
+    is_awaited : bool
+        Whether the result is needed at once, so that a second stream would not help.
+    """
+    tree, combine, matrices = term.tree, term.combine, [n.matrix for n in nodes]
+    matrix = matrices[0]
+    if len(matrices) > 1:
+        matrix = elementwise.pack(matrices, len(tree.nodes[tree.rank]), term.dtype)
+    if world.mover is None:
+        return DeviceSum(_through_host(world, tree, matrix, combine))
+    return DeviceSum(_by_mover(world, tree, matrix, combine, is_awaited))
+
+
+def _through_host(world, tree, matrix, combine):
+    """Copy the nodes to the host, let the world sum them, and copy the root to the device."""
+    sink, width, name = launching.sink(), matrix.shape[1], phases.place()
+    nodes = sink.host_array(matrix.shape, matrix.dtype)
+    root, target = sink.host_array((width,), matrix.dtype), launching.empty((width,), matrix.dtype)
+    state = SimpleNamespace()
+
+    def start():
+        pieces = [(width, list(nodes))]
+        state.pending = world.start_sum(tree, pieces, combine, matrix.dtype, name, out=root)
+
+    def finish(device):
+        with phases.span(name or "exchange"):
+            world.wait(state.pending)
+        if state.pending.root is not root:
+            root[...] = state.pending.root
+        device.upload(target.address, root)
+
+    if nodes.size:
+        sink.operate(Operation(lambda device: device.download(nodes, matrix.address)), [matrix])
+    yield from _on_host(world, start, [], nodes.nbytes)
+    yield LAST
+    sink.operate(Operation(finish, captured=False), [target])
+    return target
+
+
+def _on_host(world, act, arrays, sent):
+    """Let the host call act() after the operations so far. Other operations may come before."""
+    sink, state = launching.sink(), SimpleNamespace()
+
+    def mark(device):
+        state.mark = device.mark()
+
+    def play(device):
+        while world.is_exchanging and not device.reached(state.mark):
+            world.progress()
+            os.sched_yield()
+        device.wait(state.mark)
+        act()
+
+    sink.operate(Operation(mark, captured=False), arrays)
+    yield SOON
+    sink.operate(Operation(play, captured=False, sent=sent), arrays)
+
+
+def _by_mover(world, tree, matrix, combine, is_awaited):
+    """Send nodes from GPU to GPU, in the device's stream for sums unless the result is awaited.
+
+    `arrays` are those that the second stream uses. They stay in use until the main stream waits.
+    """
+    sink, arrays, state = launching.sink(), [matrix], SimpleNamespace()
+
+    def back(device):
+        state.token = device.back()
+
+    is_aside = world.mover.captured and not is_awaited
+    if is_aside:
+        sink.operate(Operation(lambda device: device.aside()), arrays)
+    is_small = matrix.shape[1] * matrix.dtype.itemsize <= GATHERED
+    algorithm = gather_nodes if is_small or combine is not add else segmented
+    root = yield from algorithm(world, tree, matrix, combine, arrays)
+    if is_aside:
+        sink.operate(Operation(back), [])
+        yield LAST
+        sink.operate(Operation(lambda device: device.join(state.token)), [*arrays, root])
+    return root
+
+
+def gather_nodes(world, tree, matrix, combine, arrays):
+    """Send the nodes of each rank to all ranks; every rank folds all nodes."""
+    mover, width = world.mover, matrix.shape[1]
+    counts = [len(nodes) for nodes in tree.nodes]
+    nodes = launching.empty((sum(counts), width), matrix.dtype)
+    arrays.append(nodes)
+    if min(counts) == max(counts):
+        messages = functools.partial(mover.allgather, matrix, nodes)
+    else:
+        firsts = np.cumsum([0, *counts])
+        parts = [
+            (rank, nodes.part(int(firsts[rank]) * width, (count, width)))
+            for rank, count in enumerate(counts)
+            if count
+        ]
+        sends = [(rank, matrix) for rank in range(world.size) if len(matrix)]
+        messages = functools.partial(mover.exchange, sends, parts)
+    sent = (world.size - 1) * matrix.nbytes
+    yield from _transfer(world, messages, [matrix, nodes], sent, LAST)
     return fold.fold_all(nodes, tree, combine)
 
 
-def _finish(name, partial, roots):
+def segmented(world, tree, matrix, combine, arrays):
+    """Split the columns into one segment per rank; each rank folds and distributes its segment."""
+    mover, rank, width = world.mover, tree.rank, matrix.shape[1]
+    size = -(-width // (world.size * COLUMNS)) * COLUMNS
+    sizes = [max(min(size, width - s * size), 0) for s in range(world.size)]
+    owners = [owner for owner, nodes in enumerate(tree.nodes) for _ in nodes]
+    # The last segments may be shorter. The columns after their end are folded too, but not used.
+    inbox = launching.empty((len(owners), size), matrix.dtype)
+    root = launching.empty((world.size * size,), matrix.dtype)
+    sends = [
+        (s, matrix.part(row * width + s * size, (count,)))
+        for s, count in enumerate(sizes)
+        for row in range(len(matrix))
+        if count
+    ]
+    receives = [
+        (owner, inbox.part(row * size, (sizes[rank],)))
+        for row, owner in enumerate(owners)
+        if sizes[rank]
+    ]
+    arrays += [inbox, root]
+    sent = sum(part.nbytes for s, part in sends if s != rank)
+    messages = functools.partial(mover.exchange, sends, receives)
+    yield from _transfer(world, messages, [matrix, inbox], sent, NEXT)
+    part = fold.fold_all(inbox, tree, combine)
+    arrays.append(part)
+    messages, sent = functools.partial(mover.allgather, part, root), (world.size - 1) * part.nbytes
+    yield from _transfer(world, messages, [part, root], sent, LAST)
+    return root.part(0, (width,))
+
+
+def _transfer(world, messages, arrays, sent, point):
+    """Let messages() start to move `arrays`, and wait until they have arrived.
+
+    The operations are launched without a yield if a CUDA graph can contain the messages.
+    """
+    sink, mover, state = launching.sink(), world.mover, SimpleNamespace()
+    if mover.captured:
+        sink.operate(Operation(lambda device: messages(), sent=sent), arrays)
+        return
+
+    def post():
+        state.requests = messages()
+
+    yield from _on_host(world, post, arrays, sent)
+    yield point
+    wait = Operation(lambda device: mover.wait(state.requests), captured=False)
+    sink.operate(wait, arrays)
+
+
+def total_of_one_rank(name, partial):
+    """Return the `total` of a Partial of the only rank."""
+    return total(name, partial, [term.nodes.matrix.row(0) for term in partial.terms])
+
+
+def total(name, partial, roots):
     """Compute `Partial.finish` on the GPU, or return a Pending for a scalar sum."""
     if partial.shape == ():
         return Pending(partial, roots)

@@ -77,6 +77,9 @@ class StandIn:
     def streamCreateWithFlags(self, flags):
         return self._note("streamCreate")
 
+    def streamCreateWithPriority(self, flags, priority):
+        return self._note("streamCreate")
+
     def streamDestroy(self, stream):
         self._note("streamDestroy")
 
@@ -113,7 +116,7 @@ class StandIn:
         return self._note("eventCreate")
 
     def eventRecord(self, event, stream):
-        pass
+        self.calls.append(("eventRecord", stream, event))
 
     def eventSynchronize(self, event):
         self.calls.append("eventSynchronize")
@@ -319,6 +322,37 @@ def test_kernels_are_loaded_and_launched(device, standin, monkeypatch):
         device.load(unit)
 
 
+def test_a_second_stream_waits_for_the_first_and_the_first_for_it(device, standin):
+    stream = device.stream
+    standin.calls.clear()
+    device.aside()
+    second = device.stream
+    assert device.is_aside and second != stream
+    token = device.back()
+    assert device.stream == stream and not device.is_aside
+    device.join(token)
+    events = [call for call in standin.calls if isinstance(call, tuple)]
+    before, after = events[0][2], token.event
+    assert events == [
+        ("eventRecord", stream, before),
+        ("streamWaitEvent", second, before),
+        ("eventRecord", second, after),
+        ("streamWaitEvent", stream, after),
+    ]
+
+
+def test_a_capture_that_fails_aside_ends_in_the_first_stream(device):
+    stream = device.stream
+
+    def fail():
+        device.aside()
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        device.capture(fail)
+    assert device.stream == stream
+
+
 def test_marks_measure_time_if_they_are_timed(device):
     first, second = device.mark(timed=True), device.mark(timed=True)
     device.wait(first)
@@ -335,7 +369,9 @@ def test_waits_for_other_ranks_poll_the_event(device, standin):
             waited.append(description)
 
     device.until = until
-    device.wait(device.mark())
+    mark = device.mark()
+    device.wait(mark)
+    assert device.reached(mark)
     assert waited == ["the work of all ranks' GPUs"] * 2
     device.synchronize()
     assert standin.calls.count("eventSynchronize") == 2
@@ -363,6 +399,7 @@ REFUSED = {
     "waiting for the device": lambda device: device.synchronize(),
     "waiting for a mark": lambda device: device.wait(None),
     "waiting for a copy": lambda device: device.after(None),
+    "waiting for a mark cannot": lambda device: device.reached(None),
     "marking the launches so far": lambda device: device.mark(),
     "capturing within a capture": lambda device: device.capture(lambda: None),
     "loading made_up.cu": lambda device: device.load(types.SimpleNamespace(family="made_up")),
@@ -372,7 +409,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_capture_refuses_calls_of_the_host_and_is_ended(device, standin, text):
-    with pytest.raises(RuntimeError, match=f"^{text}.* cannot be part of a captured graph"):
+    with pytest.raises(RuntimeError, match=f"^{text}.* be part of a captured graph"):
         device.capture(lambda: REFUSED[text](device))
     assert standin.recorded is None and standin.calls[-1] == "graphDestroy"
     assert not device._hook.entered
@@ -406,4 +443,4 @@ def test_close_releases_modules_and_streams(device, standin, monkeypatch):
     monkeypatch.setattr(nvrtc, "cubin", lambda unit, architecture: b"cubin")
     device.load(types.SimpleNamespace(text=TEXT, family="made_up"))
     device.close()
-    assert standin.calls.count("moduleUnload") == 1 and standin.calls.count("streamDestroy") == 2
+    assert standin.calls.count("moduleUnload") == 1 and standin.calls.count("streamDestroy") == 3

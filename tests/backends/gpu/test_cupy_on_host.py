@@ -29,7 +29,7 @@ handle = device.load(Unit("elementwise"))["zero_words"]
 values = [ctypes.c_void_p(x.address), ctypes.c_longlong(0)]
 places = (ctypes.c_void_p * 2)(*map(ctypes.addressof, values))
 def start(grid=(1, 1, 1), block=(256, 1, 1), shared=0):
-    driver.launchKernel(handle, *grid, *block, shared, stream, ctypes.addressof(places), 0)
+    driver.launchKernel(handle, *grid, *block, shared, device.stream, ctypes.addressof(places), 0)
 start()
 refused(1, start, (0, 1, 1))
 refused(1, start, (1, 65536, 1))
@@ -57,6 +57,18 @@ before = x.numpy()
 graph = device.capture(inside)
 assert np.array_equal(x.numpy(), before)
 graph.launch()
+def beside(end):
+    device.aside()
+    start()
+    token = device.back()
+    start()
+    end(token)
+refused(904, device.capture, lambda: beside(lambda token: None))  # nothing waits for the stream
+outside = device.mark()
+refused(905, device.capture, lambda: device.join(outside))
+values[1].value = 300
+device.capture(lambda: beside(device.join)).launch()
+assert not x.numpy().any()
 runtime.free(block)
 refused(1, runtime.free, block)  # twice
 refused(1, runtime.memcpyAsync, block, x.address, 4, 3, stream)

@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(64) unaligned(float* x) {
     cp_async16(s + 1, x, true);
 }
 extern "C" __global__ void __launch_bounds__(64) misaligned(float* x, int by) {
-    if (threadIdx.x == 0) *(float4*)(x + by) = *(const float4*)(x + 4);
+    if (threadIdx.x == 0) ((float4*)(x + by))->w = x[4];
 }
 extern "C" __global__ void __launch_bounds__(64) overflowing(float* x, int n) {
     if (threadIdx.x == 0) x[0] = n * 65536 / 65536;

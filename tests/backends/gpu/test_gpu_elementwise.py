@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from mpidl.backends.gpu import array, elementwise, launching
+from mpidl.backends.reference import bf16
 from mpidl.core import fold
+from mpidl.core.values import BF16
 
 TYPES = pytest.mark.parametrize("dtype", ["f4", "f8"])
 
@@ -19,6 +21,41 @@ def test_add(device, dtype, size):
     a, b = values(dtype, size), values(dtype, size)[::-1]
     total = array.plain(a) + array.plain(b)
     assert total.dtype == dtype and total.numpy().tobytes() == (a + b).tobytes()
+
+
+def nearest(x):
+    """Round to numbers of 8 bits, ties to even, by the definition."""
+    fraction, exponent = np.frexp(np.float64(x))
+    return np.ldexp(np.rint(fraction * 256), exponent - 8).astype("f4")
+
+
+def in_bf16(x):
+    return array.plain(bf16.narrowed(x))
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 1030])
+def test_conversion_to_bfloat16_and_back(device, size):
+    x = values("f4", size) * np.logspace(-30, 30, size, dtype="f4")
+    x[::3] = nearest(x[::3]) * np.float32(1 + 2.0**-8)  # ties
+    narrow = array.plain(x).astype(BF16)
+    assert narrow.dtype == BF16 and narrow.nbytes == 2 * size
+    assert np.array_equal(narrow.astype(np.float32).numpy(), nearest(x))
+    special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 3.4e38], "f4")
+    converted = array.plain(special).astype(BF16).astype(np.float32).numpy()
+    assert converted.tobytes() != special.tobytes()  # the largest number becomes infinity
+    assert np.array_equal(converted, [*special[:5], np.inf], equal_nan=True)
+    assert np.array_equal(np.signbit(converted[3:5]), [False, True])
+    with pytest.raises(TypeError, match="no kernel converts"):
+        narrow.astype(np.float64)
+
+
+@pytest.mark.parametrize("size", [255, 1028])
+def test_arithmetic_in_bfloat16_is_rounded_once(device, size):
+    a, b = nearest(values("f4", size)), nearest(values("f4", size)[::-1])
+    total = (in_bf16(a) + in_bf16(b)).astype(np.float32).numpy()
+    assert np.array_equal(total, nearest(a + b)) and not np.array_equal(total, a + b)
+    scaled = elementwise.scaled(in_bf16(a), 1 / 3).astype(np.float32).numpy()
+    assert np.array_equal(scaled, nearest(a * np.float32(1 / 3)))
 
 
 def test_a_small_device_computes_all_elements(emulated):

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from mpidl.backends import REFERENCE as reference
+from mpidl.backends import settings
 from mpidl.backends.gpu import array, images, launching
+from mpidl.backends.reference import bf16
 from mpidl.core.blocks import LANES, blocks_of
+from mpidl.core.values import BF16
 
 NO_INDEX = 1 << 30  # invalid index for unused images
 
@@ -48,6 +51,17 @@ def test_images_of_a_dataset(device, valid, blocks):
     assert lanes.numpy().tobytes() == expected.tobytes()
     lanes = images.images(array.plain(data.astype(np.float32)), (7, 4), **options)
     assert np.array_equal(lanes.numpy(), np.round(expected * 255))
+
+
+def test_images_are_rounded_if_the_precision_is_bfloat16(device, monkeypatch):
+    data = array.plain(pixels_of(21, (3, 6, 5)))
+    lanes = images.images(data)
+    monkeypatch.setattr(settings, "precision", "bf16")
+    rounded = images.images(data)
+    assert lanes.dtype == np.float32 and rounded.dtype == BF16
+    assert rounded.numpy().tobytes() == bf16.narrowed(lanes.numpy()).tobytes()
+    mirrored = [images.mirror(x, 3, factor=0.3) for x in (rounded, rounded.astype(np.float32))]
+    assert mirrored[0].numpy().tobytes() == bf16.narrowed(mirrored[1].numpy()).tobytes()
 
 
 @pytest.mark.parametrize("valid, blocks", [(37, 3), (16, 3), (0, 2), (0, 0)])

@@ -113,8 +113,8 @@ def test_instructions_of_the_main_loop(architecture, precision):
     if sass.find() is None:
         pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
     loop = sass.main_loop(sass.conv_unit(precision), architecture)
-    most, products = MAIN_LOOP[precision]
-    assert loop.instructions <= most and loop.products == products
+    limit, products = MAIN_LOOP[precision]
+    assert loop.instructions <= limit and loop.products == products
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 from single_rank import numbers
+from support.recorded import recorded
 
 import mpidl as dl
 from mpidl.backends.gpu import array, launching, loss
@@ -195,3 +196,32 @@ def test_errors_of_nan_and_infinity(device):
         dy = case.errors_dy(power)
         assert np.isnan(dy[0, 1, 2]) and np.isnan(dy).sum() == 1 and dy[0, 2, 3] == of_infinity
         assert dy[0, 0, 0] == 0
+
+
+@pytest.mark.parametrize("kind", ["labels", "targets", "elements"])
+def test_a_loss_and_its_count_are_one_launch(device, monkeypatch, kind):
+    """In a recorded step, with fewer blocks of threads than leaves; eager steps launch each sum."""
+    case = Case(3, 5, 40)
+    logits, labels, counts = case.uploaded()
+    target, tree = array.lanes(case.target), single_rank_tree(3)
+    bits = array.lanes((case.target > 0).astype(np.int32))
+
+    def step():
+        if kind == "labels":
+            partials = [f(logits, labels, counts, tree) for f in LABEL_SUMS]
+        elif kind == "targets":
+            partials = [f(logits, target, counts, tree) for f in TARGET_SUMS]
+        else:
+            partials = [f(logits, bits, counts, tree) for f in ELEMENT_SUMS]
+        return [partial.terms[0].nodes.matrix.row(0) for partial in partials]
+
+    eager = [root.numpy().tobytes() for root in step()]
+    monkeypatch.setattr(device, "processors", 0.06)  # limits a launch to one block for each sum
+    replayed, names = recorded(device, step)
+    assert names == ["program_begin", f"loss_of_{kind}", "fold_double", "program_end"]
+    assert [root.tobytes() for root in replayed] == eager
+
+
+LABEL_SUMS = loss.cross_entropy, loss.correct_count
+TARGET_SUMS = loss.soft_cross_entropy, loss.soft_correct_count
+ELEMENT_SUMS = loss.binary_cross_entropy, loss.binary_correct_count

@@ -1,14 +1,16 @@
 """Test recorded training steps: recording, planning of memory, replays."""
 
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mpidl import phases
-from mpidl.backends.gpu import launching, program
+from mpidl.backends.gpu import launching, program, sums
 from mpidl.backends.gpu.array import plain
 from mpidl.backends.gpu.recorder import Recorder
+from mpidl.core.fold import Term, add
 
 
 def copy(source):
@@ -156,12 +158,35 @@ def test_a_weight_is_copied_before_its_step_overwrites_it(device):
 class SummingWorld:
     """A world that stores the exchanged nodes. The root is the sum of this rank's nodes."""
 
-    def __init__(self):
-        self.matrices = []
+    mover, is_exchanging = None, True
 
-    def exchange(self, tree, matrix, combine):
-        self.matrices.append(matrix.copy())
-        return matrix.sum(axis=0)
+    def __init__(self):
+        self.matrices, self.queries = [], 0
+
+    def progress(self):
+        self.queries += 1
+
+    def start_sum(self, tree, pieces, combine, dtype, name, out):
+        ((_, nodes),) = pieces
+        self.matrices.append(np.array(nodes))
+        return SimpleNamespace(root=self.matrices[-1].sum(axis=0))
+
+    def wait(self, pending):
+        pass
+
+
+def start_sum(world, nodes):
+    """Start to sum nodes, (n, width) Array, through the host; return the DeviceSum."""
+    term = Term("tree", [], add, nodes.dtype)
+    return sums.start(world, term, [SimpleNamespace(matrix=nodes)], is_awaited=True)
+
+
+def total(world, nodes):
+    """Return the sum of nodes through the host."""
+    started = start_sum(world, nodes)
+    while started.point is not None:
+        started.advance()
+    return started.root
 
 
 def test_exchanges_split_a_program_into_segments(device):
@@ -169,13 +194,14 @@ def test_exchanges_split_a_program_into_segments(device):
 
     def step(recorder):
         nodes = launching.scalar("nodes", np.zeros(6), np.float64).reshape(3, 2)
-        root = recorder.exchange(world, "tree", nodes, "add")
+        root = total(world, nodes)
         return copy(root.part(1, (1,)))
 
     recorded, _ = record(device, step)
     are_kernels = [[s.launch is not None for s in segment] for segment in recorded.segments]
-    assert are_kernels == [[True], [False], [True, True]]
-    assert [graph is None for graph in recorded.graphs] == [False, True, False]
+    # the download, then three operations of the host: a mark, the start of the sum, and its end
+    assert are_kernels == [[True, False], *3 * [[False]], [True, True]]
+    assert [graph is None for graph in recorded.graphs] == [False, *3 * [True], False]
     for base in (1.0, 10.0):
         nodes = base * np.arange(6)
         assert run(recorded, nodes=nodes) == base * (1 + 3 + 5)
@@ -193,7 +219,7 @@ def test_a_timeline_has_the_times_of_segments_or_layers(device, graphs):
         with phases.layer("dense1"):
             nodes = copy(value).reshape(1, 1)
         with phases.layer("loss"):
-            root = recorder.exchange(world, "tree", nodes, "add")
+            root = total(world, nodes)
         with phases.span("update"):
             return copy(root)
 
@@ -209,9 +235,9 @@ def test_a_timeline_has_the_times_of_segments_or_layers(device, graphs):
     labels, spans = list(stored.labels), stored.array()
     on_gpu = [labels[span["label"]][0] == phases.GPU for span in spans]
     names = [labels[span["label"]][2] for span in spans[on_gpu]]
-    expected = ["conv1 to dense1", "update"] if graphs else ["other", "conv1", "dense1", "update"]
-    if not graphs:
-        expected.append("other")  # the kernel that stores the results
+    expected = ["conv1 to loss", "update"]
+    if not graphs:  # the download of the nodes is in "loss", and the last kernel stores the results
+        expected = ["other", "conv1", "dense1", "loss", "update", "other"]
     assert names == 3 * expected
     starts, ends = spans[on_gpu]["start"], spans[on_gpu]["end"]
     assert (starts <= ends).all() and (ends[:-1] <= starts[1:]).all()

@@ -62,7 +62,23 @@ def units(architecture):
     never_loaded = [
         f for f in kernels.families() if f not in loaded and kernels.NEEDS.get(f, 0) <= number
     ]
-    return [kernels.Unit(family) for family in never_loaded] + list(device.units)
+    all_units = [kernels.Unit(family) for family in never_loaded] + list(device.units)
+    return all_units + _in_bf16(all_units)
+
+
+def _in_bf16(all_units):
+    """Return a unit of each family that computes with values of both types, for bfloat16."""
+    firsts = {unit.family: unit for unit in reversed(all_units)}
+    return [
+        unit._replace(defines=(("BF16", 1), *unit.defines))
+        for family, unit in sorted(firsts.items())
+        if "PRECISION" not in dict(unit.defines)
+        and any(
+            argument.elements is kernels.VALUES
+            for arguments in kernels.signatures(kernels.source(f"{family}.cu")).values()
+            for argument in arguments
+        )
+    ]
 
 
 def _convolve(blocks, image, filters, *numbers):

@@ -9,6 +9,7 @@ from emulator import EmulatedDevice
 
 # Error codes of CUDA.
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_HANDLE, ILLEGAL_ADDRESS, NOT_CAPTURED = 1, 2, 400, 700, 900
+UNJOINED, ISOLATED = 904, 905
 
 hostAllocPortable, hostAllocMapped = 1, 2
 eventDefault, eventDisableTiming = 0, 2
@@ -21,7 +22,7 @@ device = EmulatedDevice()
 _numbers = itertools.count(1)
 _device_memory, _host_memory = {}, {}  # {address: bytes}
 _streams, _events, _graphs = set(), {}, {}
-_capture = None  # (stream, thread, operations) of the capture in progress
+_capture = None  # the Capture in progress
 _failure = None  # the error of an earlier kernel, which the next wait raises
 
 
@@ -33,6 +34,28 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
+class Capture:
+    """A capture of a graph. Streams join it by waiting for an event that was recorded in it.
+
+    `before` has, for each stream, the number of operations of each stream that precede its next
+    one. `events` has the same for each event.
+    """
+
+    def __init__(self, stream):
+        self.origin, self.thread = stream, threading.get_ident()
+        self.operations, self.before, self.events = [], {stream: {stream: 0}}, {}
+
+    def wait(self, stream, event):
+        counts = self.before.setdefault(stream, {stream: 0})
+        for other, count in self.events[event].items():
+            counts[other] = max(counts.get(other, 0), count)
+
+    def is_joined(self):
+        """Return whether the first stream waits for all operations of the others."""
+        awaited = self.before[self.origin]
+        return all(awaited.get(other, 0) >= counts[other] for other, counts in self.before.items())
+
+
 def check(condition, status, text):
     """Raise CUDARuntimeError unless the condition holds."""
     if not condition:
@@ -41,15 +64,16 @@ def check(condition, status, text):
 
 def outside_capture(name):
     """Raise CUDARuntimeError if this thread captures a graph."""
-    capturing = _capture is not None and _capture[1] == threading.get_ident()
+    capturing = _capture is not None and _capture.thread == threading.get_ident()
     check(not capturing, NOT_CAPTURED, f"{name} while a stream captures")
 
 
 def submit(stream, function, *arguments):
     """Run an operation of a stream, or add it to the graph that the stream captures."""
     check(stream in _streams, INVALID_HANDLE, f"stream {stream} does not exist")
-    if _capture is not None and _capture[0] == stream:
-        _capture[2].append((function, arguments))
+    if _capture is not None and stream in _capture.before:
+        _capture.operations.append((function, arguments))
+        _capture.before[stream][stream] += 1
     else:
         function(*arguments)
 
@@ -173,6 +197,11 @@ def streamCreateWithFlags(flags):
     return stream
 
 
+def streamCreateWithPriority(flags, priority):
+    assert isinstance(priority, int)
+    return streamCreateWithFlags(flags)
+
+
 def streamDestroy(stream):
     _streams.remove(stream)
 
@@ -184,8 +213,13 @@ def streamSynchronize(stream):
 
 
 def streamWaitEvent(stream, event, flags=0):
-    outside_capture("streamWaitEvent for an event outside the graph")
+    check(stream in _streams, INVALID_HANDLE, f"stream {stream} does not exist")
     check(event in _events, INVALID_HANDLE, f"event {event} does not exist")
+    if _capture is not None and event in _capture.events:
+        _capture.wait(stream, event)
+    else:
+        is_outside = _capture is None or stream not in _capture.before
+        check(is_outside, ISOLATED, "streamWaitEvent for an event outside the graph")
 
 
 def eventCreateWithFlags(flags):
@@ -197,6 +231,8 @@ def eventCreateWithFlags(flags):
 def eventRecord(event, stream):
     check(event in _events and stream in _streams, INVALID_HANDLE, "eventRecord")
     _events[event] = time.perf_counter()
+    if _capture is not None and stream in _capture.before:
+        _capture.events[event] = dict(_capture.before[stream])
 
 
 def eventDestroy(event):
@@ -226,14 +262,16 @@ def streamBeginCapture(stream, mode):
     global _capture
     assert mode == streamCaptureModeThreadLocal
     check(_capture is None and stream in _streams, NOT_CAPTURED, "streamBeginCapture")
-    _capture = stream, threading.get_ident(), []
+    _capture = Capture(stream)
 
 
 def streamEndCapture(stream):
     global _capture
-    check(_capture is not None and _capture[0] == stream, NOT_CAPTURED, "streamEndCapture")
-    _graphs[graph := next(_numbers)] = _capture[2]
-    _capture = None
+    is_captured = _capture is not None and _capture.origin == stream
+    check(is_captured, NOT_CAPTURED, "streamEndCapture")
+    capture, _capture = _capture, None
+    check(capture.is_joined(), UNJOINED, "streamEndCapture without all streams")
+    _graphs[graph := next(_numbers)] = capture.operations
     return graph
 
 
