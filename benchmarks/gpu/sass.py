@@ -28,7 +28,7 @@ from mpidl.core.blocks import LANES
 from mpidl.errors import UserError
 
 ARCHITECTURES = "sm_80", "sm_86", "sm_90", "sm_120"
-PRECISIONS = "fp32", "tf32"
+PRECISIONS = "fp32", "tf32", "bf16"
 LABEL = re.compile(r"(\.L_\w+):")
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
 BRANCH = re.compile(r"\bBRA\b.*`\((\.L_\w+)\)")

@@ -120,12 +120,10 @@ conv_dweight(const value* __restrict__ dy, const value* __restrict__ x,
         }
     };
 
-    Floats<VECTOR_X> m = {}, s = {}, b = {};
-    if (INPUT && m_of_chunk < MD) {
-        const int channel = (group * CG + c_of_chunk) % period;
-        m = of_channels<VECTOR_X>(mean, channel), s = of_channels<VECTOR_X>(scale, channel);
-        b = of_channels<VECTOR_X>(beta, channel);
-    }
+    const Source source = {x, INPUT ? mean : 0, INPUT ? scale : 0, beta, low, high};
+    Norm<VECTOR_X> norm = {};
+    if (INPUT && m_of_chunk < MD)
+        norm = norm_of<VECTOR_X>(source, (group * CG + c_of_chunk) % period);
     constexpr bool ROUNDS = TERMS == 1 && IS_FLOAT;
     // Changes what this thread has copied: normalizes x, and rounds both.
     auto change = [&](int step, int stage) {
@@ -139,10 +137,7 @@ conv_dweight(const value* __restrict__ dy, const value* __restrict__ x,
                 const bool ok = !INPUT || place(step, row) >= 0;
 #pragma unroll
                 for (int e = 0; e < VECTOR_X; ++e) {
-                    if (INPUT)
-                        v.at[e] = ok ? clipped(normalized(v.at[e], m.at[e], s.at[e], b.at[e]), low,
-                                               high)
-                                     : 0.f;
+                    if (INPUT) v.at[e] = ok ? activated(v.at[e], source, norm, e) : 0.f;
                     if (ROUNDS) v.at[e] = rounded_to_tf32(v.at[e]);
                 }
                 store<VECTOR_X>(to, v);

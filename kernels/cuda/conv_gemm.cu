@@ -222,6 +222,8 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
         }
     };
 
+    const Source source = {INPUT == 2 ? inputs : x, INPUT ? mean : 0, INPUT ? scale : 0, beta, low,
+                           high};
     // Changes the parts of A that this thread has copied.
     auto change = [&](int step, int stage) {
         if (INPUT == 0 && !(TERMS == 1 && IN_WORD == 1)) return;
@@ -229,9 +231,8 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
         const int tap = k / CG, channel = k - tap * CG, i_h = tap / taps_along;
         const int h_by = i_h * vertical.move, w_by = (tap - i_h * taps_along) * level.move;
         const int of_vectors = (group * CG + channel) % period;
-        Floats<VECTOR> m, s, t, fa, fb, fc;
-        if (INPUT) m = of_channels<VECTOR>(mean, of_vectors);
-        if (INPUT && scale) s = of_channels<VECTOR>(scale, of_vectors), t = of_channels<VECTOR>(beta, of_vectors);
+        const Norm<VECTOR> norm = norm_of<VECTOR>(source, of_vectors);
+        Floats<VECTOR> fa, fb, fc;
         if (INPUT == 2) {
             fa = of_channels<VECTOR>(a, of_vectors), fb = of_channels<VECTOR>(b, of_vectors);
             fc = of_channels<VECTOR>(c, of_vectors);
@@ -247,18 +248,16 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
             if (INPUT == 1) {
 #pragma unroll
                 for (int e = 0; e < VECTOR; ++e)
-                    v.at[e] = ok ? clipped(normalized(v.at[e], m.at[e], s.at[e], t.at[e]), low, high)
-                                 : 0.f;
+                    v.at[e] = ok ? activated(v.at[e], source, norm, e) : 0.f;
             }
             if (INPUT == 2) {
                 const Floats<VECTOR> input = ::load<VECTOR>(part + OF_X * IN_WORD);
                 const bool is_used = ok && m0 + first + i * STEP < (long long)valid[0] * (P * Q);
 #pragma unroll
                 for (int e = 0; e < VECTOR; ++e) {
-                    const float z = normalized(input.at[e], m.at[e], s.at[e], t.at[e]);
-                    const float of_z = scale ? gated(v.at[e], z, low, high) : v.at[e];
-                    v.at[e] = is_used ? gradient(of_z, input.at[e], m.at[e], fa.at[e], fb.at[e],
-                                                 fc.at[e])
+                    const float of_z = gated(v.at[e], input.at[e], source, norm, e);
+                    v.at[e] = is_used ? gradient(of_z, input.at[e], norm.mean.at[e], fa.at[e],
+                                                 fb.at[e], fc.at[e])
                                       : 0.f;
                 }
                 if (ok && across == 0) store<VECTOR>(dz + row.at + channel, v);

@@ -118,9 +118,13 @@ def operand(x):
     return Operand(x.x, (x.mean, x.scale, x.beta), x.low, x.high)
 
 
+def stored_type():
+    """Return the type of the operands of products in the current precision."""
+    return BF16 if settings.precision == "bf16" else np.dtype(np.float32)
+
+
 def _stored(x):
-    """Return an Array in the type in which the current precision multiplies."""
-    return x.astype(BF16 if settings.precision == "bf16" else np.dtype(np.float32))
+    return x.astype(stored_type())
 
 
 def terms():
@@ -247,8 +251,7 @@ def dx_of(dy, x, weight, geometry, tree, bias=None, backward=None):
 
 def prepared(weight, shape, turned=False):
     """Return filters as conv_gemm reads them: rounded, and turned for backward-data."""
-    dtype = BF16 if settings.precision == "bf16" else np.float32
-    copies = 2 if terms() == 3 else 1
+    dtype, copies = stored_type(), 2 if terms() == 3 else 1
     result = array.empty((copies * weight.size,), dtype)
     row = [weight, result, shape.filters, shape.channels, shape.taps, shape.groups, int(turned)]
     group = shape.filters_of_group, shape.channels // shape.groups

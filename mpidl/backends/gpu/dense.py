@@ -70,7 +70,11 @@ def dense(x, weight, bias):
     return Array(y.buffer, y.dtype, (len(y), len(weight), LANES), None, array.VALUES, y.offset)
 
 
-def dense_dx(dy, weight, dtype=np.float32):
+def dense_dx(dy, weight):
+    return _dx(dy, weight, conv.stored_type())
+
+
+def _dx(dy, weight, dtype):
     """Return dx, which has the same order of features as the weights."""
     rows_of(dy, "dense_dx")
     dx = array.empty_lanes((dy.dims[0], *weight.dims[1:], LANES), dtype)
@@ -97,7 +101,7 @@ def dense_backward(dy, x, weight, tree, needs):
     dx = sums = dweight = dbias = None
     if needs[0]:
         values = x.x if isinstance(x, DeferredInput) else x
-        dx = dense_dx(dy, weight, values.dtype)
+        dx = _dx(dy, weight, values.dtype)
         if isinstance(x, DeferredInput):
             sums = activation_sums(dx.reshape(values.shape), x, tree)
     if needs[1] or needs[2]:
