@@ -125,13 +125,19 @@ def _matrix_product(launch):
     if launch.name == "conv_dweight":
         pixels, images = n["out_height"] * n["out_width"], _images(launch)
         leaves = images // n["images"]
-        tiles = _tiles(n["taps_down"] * n["taps_across"] * n["channels"] // n["groups"], "BM", defines)
+        tiles = _tiles(
+            n["taps_down"] * n["taps_across"] * n["channels"] // n["groups"], "BM", defines
+        )
         tiles *= _tiles(n["filters"] // n["groups"], "BN", defines) * n["groups"]
         return leaves * tiles * tile * _padded(n["images"] * pixels, deep)
     across = _tiles(n["filters"] // n["groups"], "BN", defines) * n["groups"]
-    return across * tile * sum(
-        rows * _padded(taps * n["channels"] // n["groups"], deep)
-        for rows, taps in _classes(n, defines)
+    return (
+        across
+        * tile
+        * sum(
+            rows * _padded(taps * n["channels"] // n["groups"], deep)
+            for rows, taps in _classes(n, defines)
+        )
     )
 
 
@@ -141,19 +147,20 @@ def _tiles(size, side, defines):
 
 def _classes(n, defines):
     """Yield (tiles, taps) of each class of pixels with the same taps in conv_gemm."""
-    is_backward = defines["BACKWARD"]
-    axes = [
-        [
-            (-(-(n[f"out_{size}"] - i) // step), _taps(n[f"taps_{way}"], i + before, step, dilation))
-            for i in range(step)
-        ]
-        if is_backward
-        else [(n[f"out_{size}"], n[f"taps_{way}"])]
-        for size, way, step, before, dilation in (
-            ("height", "down", n["stride_down"], n["top"], n["dilation_down"]),
-            ("width", "across", n["stride_across"], n["left"], n["dilation_across"]),
-        )
-    ]
+    axes = []
+    for size, way, step, before, dilation in (
+        ("height", "down", n["stride_down"], n["top"], n["dilation_down"]),
+        ("width", "across", n["stride_across"], n["left"], n["dilation_across"]),
+    ):
+        pixels, taps = n[f"out_{size}"], n[f"taps_{way}"]
+        if defines["BACKWARD"]:
+            classes = [
+                (-(-(pixels - i) // step), _taps(taps, i + before, step, dilation))
+                for i in range(step)
+            ]
+        else:
+            classes = [(pixels, taps)]
+        axes.append(classes)
     for (p, r), (q, s) in itertools.product(*axes):
         yield _tiles(n["images"] * p * q + n["skipped"], "BM", defines), r * s
 

@@ -39,7 +39,7 @@ namespace {
 constexpr int BK = 32;  // pixels per step
 constexpr int IS_FLOAT = sizeof(value) == 4, DEEP = IS_FLOAT ? 8 : 16;  // pixels of a product
 constexpr int WARPS_M = BM / WM, WARPS_MN = WARPS_M * (BN / WN), THREADS = WARPS_MN * SPLIT * 32;
-constexpr int NJ = WN / 8, OWN = 2 * NJ * 4;  // elements of a thread
+constexpr int NJ = WN / 8, AT_ONCE = NJ % 2 ? 1 : NJ, OWN = 2 * NJ * 4;  // elements of a thread
 constexpr int PITCH_M = BM + 8, PITCH_N = BN % 32 == 24 ? BN : BN + 8;
 constexpr int STAGE = BK * (PITCH_M + PITCH_N);  // values per stage
 constexpr int CHUNKS = BM / VECTOR_X, STEP = THREADS / CHUNKS;
@@ -211,13 +211,11 @@ conv_dweight(const value* __restrict__ dy, const value* __restrict__ x,
                 // column g of product j is n = NJ g + j
                 float of_dy[NJ];
                 const float* from = bs + row * PITCH_N + wn + NJ * g;
-                if constexpr (NJ % 2 == 0) {
-                    const Floats<NJ> v = ::load<NJ>(from);
 #pragma unroll
-                    for (int j = 0; j < NJ; ++j) of_dy[j] = v.at[j];
-                } else {
+                for (int j = 0; j < NJ; j += AT_ONCE) {
+                    const Floats<AT_ONCE> v = ::load<AT_ONCE>(from + j);
 #pragma unroll
-                    for (int j = 0; j < NJ; ++j) of_dy[j] = from[j];
+                    for (int k = 0; k < AT_ONCE; ++k) of_dy[j + k] = v.at[k];
                 }
 #pragma unroll
                 for (int i = 0; i < 2; ++i)

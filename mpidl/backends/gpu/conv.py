@@ -16,7 +16,6 @@ import numpy as np
 from mpidl.backends import settings, shapes
 from mpidl.backends.deferred import NormalizedInput
 from mpidl.backends.gpu import activation, array, batchnorm, conv_direct, fold, launching
-from mpidl.backends.gpu.array import Array
 from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.values import BF16
 
@@ -502,8 +501,8 @@ def gemm_tile(shape, rows, processors, shared, terms):
     """Return the macros BM, BN, WM, WN, STAGES, MIN_BLOCKS and SPLITS of conv_gemm, as a dict.
 
     `rows` is the total number of output pixels. A tile has 128 rows, or 64 if tiles of 128 rows
-    would give each multiprocessor fewer than two thread blocks. If there are still few tiles, SPLITS
-    thread blocks share the steps of a tile.
+    would give each multiprocessor fewer than two thread blocks. If there are still few tiles,
+    SPLITS thread blocks share the steps of a tile.
     """
     columns = _columns(shape.filters_of_group)
     across = columns_of(shape, columns) * shape.groups

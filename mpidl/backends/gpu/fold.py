@@ -33,9 +33,7 @@ class Nodes(list, OnDevice):
         self.matrix, self.like = matrix, like
 
 
-def partial_of_leaves(
-    values, tree, per_block, combine=add, shape=None, like=None, ranges=None
-):
+def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=None, ranges=None):
     """Fold this rank's leaves into nodes, and return the sum as a Partial.
 
     The leaves may be overwritten.
