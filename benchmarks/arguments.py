@@ -394,6 +394,9 @@ def _add_gpu(parser, command):
     text += f"{', '.join(names)} (H100)"
     parser.text("--gpu", "NAME", text, default="H100", type=lambda n: _one_of("--gpu", n, names))
     parser.text("--page", "FILE", "with --count: also write the counts to FILE, as an HTML page")
+    text = "with --count: simulate N ranks with one GPU each, count the work of rank 0, and the "
+    text += "bytes that each rank sends (1)"
+    parser.number("--ranks", text, default=1)
     text = "shape of an image for --count (the network's default)"
     parser.text("--image", "CxHxW", text, type=_image)
     parser.add_options("precision")

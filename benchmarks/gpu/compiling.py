@@ -26,7 +26,7 @@ class Addresses:
 
     name, memory, shared, sharers = "a GPU without memory", 1 << 40, 232448, 1
     specialize = True  # as a CudaDevice
-    synchronous = False
+    synchronous = is_aside = False
 
     def __init__(self, architecture, processors):
         self.architecture, self.processors = architecture, processors
@@ -45,7 +45,19 @@ class Addresses:
     def upload(self, address, array):
         pass
 
+    def copy(self, destination, source, nbytes):
+        pass
+
     def synchronize(self):
+        pass
+
+    def aside(self):
+        pass
+
+    def back(self):
+        pass
+
+    def join(self, token):
         pass
 
 

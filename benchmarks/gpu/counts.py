@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import floors as cpu_floors
 from benchmarks import report
-from benchmarks.gpu import compiling, floors, launches, resources
+from benchmarks.gpu import compiling, floors, launches, messages, resources
 from benchmarks.mpidl_step import RecordedStep
 from mpidl import backends
 from mpidl.backends import settings
@@ -55,14 +55,15 @@ class Work(NamedTuple):
 def main(options: argparse.Namespace) -> dict:
     """Count the steps and return the results for the JSON file."""
     rate = floors.GPU_RATES[options.gpu]
-    names = "count", "precision", "gpu"
+    names = "count", "precision", "gpu", "ranks"
     record = report.header(options, configuration.versions_of("none"), *names)
     record["rates"] = rate._asdict() | {"launch": floors.LAUNCH, "mma": floors.MMA}
     print(rates_in_words(options.gpu, rate))
     figures, sections = {}, []
     for network, batch in options.count:
         name = f"{network}:{batch}"
-        works = [work_of(launch, rate) for launch in step(network, batch, options, rate)]
+        steps = [step(network, batch, options, rate, rank) for rank in range(options.ranks)]
+        works = [work_of(launch, rate) for launch in steps[0].launches]
         figures[name] = summary(works, rows_of(works, rate.architecture))
         cells = [
             *map(cells_of, figures[name]["kernels"]),
@@ -70,23 +71,43 @@ def main(options: argparse.Namespace) -> dict:
         ]
         print(f"\n{name}, {options.precision}")
         report.print_table([HEAD, *cells])
+        if options.ranks > 1:
+            sent = [recorded.sent for recorded in steps]
+            entry = messages.summary(sent, steps[0].gradient_bytes)
+            figures[name]["messages"] = entry
+            print(messages.in_words(entry))
         title = f"{network}, batch {batch}, {options.precision}"
         sections += [element("h2", title), chart(works), table(HEAD, cells)]
+        if options.ranks > 1:
+            sections.append(element("p", messages.in_words(entry)))
     if options.page:
         write_whole(options.page, render(rates_in_words(options.gpu, rate), sections))
     return record | {"counts": figures}
 
 
+class Step(NamedTuple):
+    """The launches of a rank's step, what the rank sends, and the size of all gradients."""
+
+    launches: Sequence[kernels.Launch]
+    sent: messages.Sent | None
+    gradient_bytes: int
+
+
 def step(
-    network: str, batch: int, options: argparse.Namespace, rate: floors.Rates
-) -> Sequence[kernels.Launch]:
-    """Record a training step, and return its launches."""
-    world, before = World(threads=None), settings.precision
+    network: str, batch: int, options: argparse.Namespace, rate: floors.Rates, rank: int = 0
+) -> Step:
+    """Record the training step of a rank."""
+    world: Any = World(threads=None)
+    if options.ranks > 1:
+        world = messages.simulated_world(rank, options.ranks)
+    before = settings.precision
     addresses = compiling.Addresses(rate.architecture, rate.processors)
     try:
         world.device, world.counts = launching.open(compiling.Collector(addresses)), Counts()
         recorded = RecordedStep(world, network, batch, options.precision, False, options.image)
-        return recorded.program.launches()
+        sent = None if world.size == 1 else messages.sent_by(recorded.program, world)
+        nbytes = sum(weight.nbytes for weight in recorded.net.trainable.values())
+        return Step(recorded.program.launches(), sent, nbytes)
     finally:
         launching.open(None)
         backends.configure(precision=before)

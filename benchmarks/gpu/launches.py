@@ -30,7 +30,7 @@ GATHERED = "pixels", "table"  # parameters of images.cu that are data sets
 COLUMNS = {
     "optimizer_step": (lambda row: row[1:3] + row[4:], lambda row: row[3:]),
     "running": (lambda row: row[:2], lambda row: row[2:3]),
-    **{f"fold_{kind}": (lambda row: row[:1], lambda row: row[1:2]) for kind in fold.THREADS},
+    **{name: (lambda row: row[:1], lambda row: row[1:2]) for name in fold.KERNELS},
     **{name: (lambda row: row[:3], lambda row: row[3:4]) for name in loss.SUMS},
 }
 

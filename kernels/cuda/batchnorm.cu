@@ -1,29 +1,7 @@
 // Batch normalization and ReLU. A value is a matrix (images x pixels, C) in C order.
 //
-// A block processes the channels of one tile (blockIdx.y) for a range of rows. Thread t has VEC
-// channels, starting at VEC * (t % tile), and rows t / tile, t / tile + rows, and so on. So a
-// thread's channels are constant, and neighbouring threads read neighbouring memory. VEC is 4 if C
-// is a multiple of 4, else 1.
-
 // With the second number of __launch_bounds__, no GPU spills registers to have more threads.
-constexpr int THREADS = 256;
-// The number of rows that are loaded and summed at once, for parallel loads and short sums.
-constexpr int TOGETHER = 8;
-constexpr int FEW = TOGETHER / 2;  // the same if each row is read from several arrays
-
-struct Place {
-  int channel, row, rows;  // first channel; first row; rows that a block processes at once
-  bool inside;
-};
-
-template <int VEC> __device__ __forceinline__ Place place(int channels, int tile) {
-  Place p;
-  p.channel = VEC * (blockIdx.y * tile + threadIdx.x % tile);
-  p.row = threadIdx.x / tile;
-  p.rows = THREADS / tile;
-  p.inside = p.row < p.rows && p.channel < channels;
-  return p;
-}
+#include "cuda/sums.cuh"
 
 // Calls a template with 4 channels per thread if C is a multiple of 4, else with 1.
 #define BY_WIDTH(function, ...)                                                                    \
@@ -35,23 +13,6 @@ template <int VEC> __device__ __forceinline__ Place place(int channels, int tile
   } while (0)
 
 __device__ __forceinline__ float rectified(float x) { return x <= 0 ? 0 : x; }  // NaN stays NaN
-
-// Adds up v over the rows of each column, in an order that depends only on `tile`. Row 0 gets the
-// sum.
-template <int N> __device__ __forceinline__ void add_rows(double (&v)[N], Place p, int tile) {
-  __shared__ double shared[N][THREADS];
-  for (int live = p.rows; live > 1;) {  // each element of `shared` is written once
-    const int half = (live + 1) / 2;
-    if (p.row >= half && p.row < live)
-#pragma unroll
-      for (int k = 0; k < N; ++k) shared[k][threadIdx.x] = v[k];
-    __syncthreads();
-    if (p.row + half < live)
-#pragma unroll
-      for (int k = 0; k < N; ++k) v[k] += shared[k][threadIdx.x + half * tile];
-    live = half;
-  }
-}
 
 // Computes leaf (partial sum) blockIdx.x: the sum of n rows, rounded to float32.
 template <int VEC>
@@ -159,15 +120,6 @@ moments(const value* __restrict__ x, const int* __restrict__ valid, double* __re
   BY_WIDTH(leaf_moments, x, leaves, here * pixels, images * pixels, channels, tile);
 }
 
-// Writes the leaves of a sum of dz and of dz * (x - mean), added up over the rows of the block.
-template <int VEC>
-__device__ __forceinline__ void write_leaves(double* leaves, const double* sums,
-                                             const double* products, int channel, int channels) {
-  leaves += blockIdx.x * 2 * (long long)channels + channel;
-#pragma unroll
-  for (int k = 0; k < VEC; ++k) leaves[k] = sums[k], leaves[channels + k] = products[k];
-}
-
 // Computes leaf blockIdx.x: [sum of dz, sum of dz * (x - mean)] over n rows. If scale is null, dz
 // is dy. Otherwise dz is dy if the activation is within its limits, else 0.
 template <int VEC>
@@ -189,25 +141,13 @@ __device__ __forceinline__ void leaf_products(const value* dy, Source source, do
           g[i] = load<VEC>(dy + from);
           v[i] = load<VEC>(x + from);
         }
+      Products<VEC> few = {};
 #pragma unroll
-      for (int k = 0; k < VEC; ++k) {
-        float some = 0, product = 0;
-#pragma unroll
-        for (int i = 0; i < FEW; ++i) {
-          const float dz = gated(g[i].at[k], v[i].at[k], source, norm, k);
-          some += dz;
-          product = fmaf(dz, v[i].at[k] - norm.mean.at[k], product);
-        }
-        sum[k] += some;
-        sum[VEC + k] += product;
-      }
+      for (int i = 0; i < FEW; ++i) few.add(g[i], v[i], source, norm);
+      few.move_to(sum);
     }
   }
-  double total[2 * VEC];
-#pragma unroll
-  for (int k = 0; k < 2 * VEC; ++k) total[k] = sum[k];
-  add_rows(total, p, tile);
-  if (p.inside && p.row == 0) write_leaves<VEC>(leaves, total, total + VEC, p.channel, channels);
+  write_products<VEC>(leaves, sum, p, channels, tile);
 }
 
 // leaves (leaves, 2C): sums over `images` images each; see leaf_products. scale and beta may be
@@ -407,8 +347,8 @@ __device__ __forceinline__ void add_relu_back(const value* dy, const value* more
   for (int k = 0; k < 3 * VEC; ++k) total[k] = sum[k];
   add_rows(total, p, tile);
   if (!p.inside || p.row != 0) return;
-  if (a_leaves) write_leaves<VEC>(a_leaves, total, total + VEC, p.channel, channels);
-  if (b_leaves) write_leaves<VEC>(b_leaves, total, total + 2 * VEC, p.channel, channels);
+  if (a_leaves) write_leaf<VEC>(a_leaves, total, total + VEC, p.channel, channels);
+  if (b_leaves) write_leaf<VEC>(b_leaves, total, total + 2 * VEC, p.channel, channels);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)

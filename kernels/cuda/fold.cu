@@ -5,7 +5,7 @@
 // and is kept at the first level whose bit is not set. The last row is combined with all levels
 // whose bits are set. A run of 2^l rows that begins at a multiple of 2^l is a node of the same
 // tree. So threads may divide a node into such runs and combine the results by the same tree,
-// without changing the bytes. What follows the folds of batch normalization stands here too.
+// without changing the bytes. Kernels that fold a sum and compute with its root stand here too.
 
 struct Moments {
   double count, mean, m2;
@@ -222,9 +222,9 @@ __device__ __forceinline__ typename M::Value fold_by_passes(
   return value;
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(512)
 fold_moments(const long long* __restrict__ table) {
-  __shared__ Moments shared[1024], levels[PASSES][MOST_COLUMNS];
+  __shared__ Moments shared[512], levels[PASSES][MOST_COLUMNS];
   const Fold of(table);
   const int here = threadIdx.x % of.columns;
   for (int from = blockIdx.x * of.columns; from < of.width; from += gridDim.x * of.columns) {
@@ -280,6 +280,22 @@ batchnorm_factors(const double* __restrict__ leaves, double* __restrict__ root,
   c[i] = (float)(-factor * all.sum / count[0]);
   dgamma[i] = (float)(all.product * r);
   dbeta[i] = (float)all.sum;
+}
+
+// The last kernel of a recorded step, which stores the results: results[row][i], in pinned memory,
+// for the same row as program_begin, is the fold of the sum that row i of the table describes. A row
+// has the leaves, their number, and the root, which may be null.
+extern "C" __global__ void __launch_bounds__(256)
+program_end(const long long* __restrict__ table, const int* __restrict__ counter,
+            double* __restrict__ results) {
+  __shared__ double shared[256], levels[PASSES][MOST_COLUMNS];
+  const long long* row = table + 3 * blockIdx.x;
+  const double* leaves = reinterpret_cast<const double*>(row[0]);
+  double* root = reinterpret_cast<double*>(row[2]);
+  const double sum = fold_by_passes<Matrix<double>>(leaves, row[1], 0, 1, 1, shared, levels);
+  if (threadIdx.x > 0) return;
+  results[(long long)counter[1] * gridDim.x + blockIdx.x] = sum;
+  if (root) *root = sum;
 }
 
 // Computes the root of a tree from nodes that together contain each leaf once. The rows of `values`

@@ -1,10 +1,13 @@
 // Max and average pooling of NHWC images.
 //
-// A CTA (block of threads) writes one row of the output, which is Q * C or W * C consecutive
-// numbers. A thread processes POOL_WIDTH consecutive channels, so reads and writes coalesce.
+// In forward passes, a CTA (block of threads) writes one row of the output, which is Q * C
+// consecutive numbers. A thread processes POOL_WIDTH consecutive channels, so reads and writes
+// coalesce. In backward passes, a CTA writes `count` pixels as described in sums.cuh, and can also
+// compute a leaf of the sums for the normalization and activation of x.
 // Gradients are gathered, not scattered: each pixel of x adds up dy of the windows that contain the
 // pixel, in the order of its positions in the windows, row by row. Windows may overlap and extend
 // into the padding, but each window contains at least one pixel. Offsets within a row are int.
+#include "cuda/sums.cuh"
 
 #ifndef POOL_WIDTH
 #define POOL_WIDTH 1 // channels per thread: 4 if C is a multiple of 4, else 1
@@ -93,36 +96,68 @@ __device__ __forceinline__ void pool_row(Source source, value* y, unsigned char*
     }
 }
 
-// Computes a CTA's row of dx. If MAX, each pixel adds up dy of the windows in which it is the
-// largest pixel. Otherwise each pixel adds up its part of dy of all windows that contain it.
+// Returns dx of a pixel. If MAX, it adds up dy of the windows in which the pixel is the largest.
+// Otherwise it adds up the pixel's part of dy of all windows that contain it.
 template <bool MAX>
-__device__ __forceinline__ void pool_row_dx(const value* dy, const unsigned char* argmax,
-                                            value* dx, int C, int H, int W, int P, int Q, int R,
-                                            int S, int stride_h, int stride_w, int top, int left,
-                                            bool count_padding = true) {
-    const Containing rows = containing(blockIdx.x % H, stride_h, top, P);
-    const long long image = (long long)(blockIdx.x / H) * P * Q * C;
-    const long long row = (long long)blockIdx.x * W * C;
-    for (int at = threadIdx.x * POOL_WIDTH; at < W * C; at += blockDim.x * POOL_WIDTH) {
-        Containing columns = containing(at / C, stride_w, left, Q);
-        Values sum = {};
-        for (int i = rows.place, p = rows.window; i < R && p >= 0; i += stride_h, p--) {
-            const long long line = image + (long long)p * Q * C + at % C;
-            for (int j = columns.place, q = columns.window; j < S && q >= 0; j += stride_w, q--) {
-                Values part = load<POOL_WIDTH>(dy + line + q * C);
-                Places place;
-                if (MAX) place = *reinterpret_cast<const Places*>(argmax + line + q * C);
-                const float count = divisor(span_of(p, stride_h, top, R, H),
-                                            span_of(q, stride_w, left, S, W), R * S, count_padding);
-                for (int v = 0; v < POOL_WIDTH; v++)
-                    if (!MAX)
-                        sum.at[v] += part.at[v] / count;
-                    else if (place.at[v] == i * S + j)
-                        sum.at[v] += part.at[v];
-            }
+__device__ __forceinline__ Values gather(const value* dy, const unsigned char* argmax,
+                                         int pixel, int channel, int C, int H, int W, int P,
+                                         int Q, int R, int S, int stride_h, int stride_w, int top,
+                                         int left, bool count_padding) {
+    const int row = pixel / W;
+    const long long image = (long long)(row / H) * P * Q * C;
+    const Containing rows = containing(row % H, stride_h, top, P);
+    const Containing columns = containing(pixel % W, stride_w, left, Q);
+    Values sum = {};
+    for (int i = rows.place, p = rows.window; i < R && p >= 0; i += stride_h, p--) {
+        const long long line = image + (long long)p * Q * C + channel;
+#pragma unroll 2
+        for (int j = columns.place, q = columns.window; j < S && q >= 0; j += stride_w, q--) {
+            Values part = load<POOL_WIDTH>(dy + line + q * C);
+            Places place;
+            if (MAX) place = *reinterpret_cast<const Places*>(argmax + line + q * C);
+            const float count = divisor(span_of(p, stride_h, top, R, H),
+                                        span_of(q, stride_w, left, S, W), R * S, count_padding);
+            for (int v = 0; v < POOL_WIDTH; v++)
+                if (!MAX)
+                    sum.at[v] += part.at[v] / count;
+                else if (place.at[v] == i * S + j)
+                    sum.at[v] += part.at[v];
         }
-        store<POOL_WIDTH>(dx + row + at, sum);
     }
+    return sum;
+}
+
+// Computes dx of `count` pixels, of all `pixels`, and if `leaves` is not null their leaf of the
+// sums of batchnorm_sums, with the same bytes.
+template <bool MAX>
+__device__ __forceinline__ void pool_back(const value* dy, const unsigned char* argmax,
+                                          Source source, value* dx, double* leaves, int count,
+                                          int pixels, int tile, int C, int H, int W, int P,
+                                          int Q, int R, int S, int stride_h, int stride_w, int top,
+                                          int left, bool count_padding = true) {
+    const Place spot = place<POOL_WIDTH>(C, tile);
+    float sum[2 * POOL_WIDTH] = {};
+    if (spot.inside) {
+        const Norm<POOL_WIDTH> norm = norm_of<POOL_WIDTH>(source, spot.channel);
+        const int first = blockIdx.x * count, here = min(count, pixels - first);
+        for (int row = spot.row; row < here; row += FEW * spot.rows) {
+            Products<POOL_WIDTH> few = {};
+#pragma unroll 1 // so that more threads fit on a multiprocessor
+            for (int i = 0; i < FEW && row + i * spot.rows < here; ++i) {
+                const int pixel = first + row + i * spot.rows;
+                const long long at = (long long)pixel * C + spot.channel;
+                Values x = {};
+                if (leaves) x = load<POOL_WIDTH>(source.x + at);
+                Values g = gather<MAX>(dy, argmax, pixel, spot.channel, C, H, W, P, Q, R, S,
+                                       stride_h, stride_w, top, left, count_padding);
+                store<POOL_WIDTH>(dx + at, g);
+                for (int k = 0; k < POOL_WIDTH; ++k) g.at[k] = as_stored(g.at[k]);
+                few.add(g, x, source, norm);
+            }
+            few.move_to(sum);
+        }
+    }
+    if (leaves) write_products<POOL_WIDTH>(leaves, sum, spot, C, tile);
 }
 
 // y: the largest pixel of each window, or NaN if a pixel is NaN. argmax: the position of the first
@@ -137,12 +172,16 @@ extern "C" __global__ void __launch_bounds__(256, 4) max_pool2d(
                    stride_w, top, left);
 }
 
-// dy and argmax (images, P, Q, C), dx (images, H, W, C). Grid: images * H.
-extern "C" __global__ void __launch_bounds__(256) max_pool2d_dx(
-    const value* __restrict__ dy, const unsigned char* __restrict__ argmax, value* __restrict__ dx,
-    int C, int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top,
-    int left) {
-    pool_row_dx<true>(dy, argmax, dx, C, H, W, P, Q, R, S, stride_h, stride_w, top, left);
+// dy and argmax (images, P, Q, C), x and dx (images, H, W, C). leaves (leaves, 2C) may be null, and
+// is if x is not normalized. Grid: pixels / count, rounded up; tiles.
+extern "C" __global__ void __launch_bounds__(256, 3) max_pool2d_dx(
+    const value* __restrict__ dy, const unsigned char* __restrict__ argmax,
+    const value* __restrict__ x, const float* __restrict__ mean, const float* __restrict__ scale,
+    const float* __restrict__ beta, float low, float high, value* __restrict__ dx,
+    double* __restrict__ leaves, int count, int pixels, int tile, int C, int H, int W, int P,
+    int Q, int R, int S, int stride_h, int stride_w, int top, int left) {
+    pool_back<true>(dy, argmax, {x, mean, scale, beta, low, high}, dx, leaves, count, pixels, tile,
+                    C, H, W, P, Q, R, S, stride_h, stride_w, top, left);
 }
 
 // Shapes and grid: see max_pool2d.
@@ -156,9 +195,12 @@ extern "C" __global__ void __launch_bounds__(256, 4) average_pool2d(
 }
 
 // Shapes and grid: see max_pool2d_dx.
-extern "C" __global__ void __launch_bounds__(256) average_pool2d_dx(
-    const value* __restrict__ dy, value* __restrict__ dx, int C, int H, int W, int P, int Q, int R,
-    int S, int stride_h, int stride_w, int top, int left, int count_padding) {
-    pool_row_dx<false>(dy, 0, dx, C, H, W, P, Q, R, S, stride_h, stride_w, top, left,
-                       count_padding);
+extern "C" __global__ void __launch_bounds__(256, 3) average_pool2d_dx(
+    const value* __restrict__ dy, const value* __restrict__ x, const float* __restrict__ mean,
+    const float* __restrict__ scale, const float* __restrict__ beta, float low, float high,
+    value* __restrict__ dx, double* __restrict__ leaves, int count, int pixels, int tile,
+    int C, int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top, int left,
+    int count_padding) {
+    pool_back<false>(dy, 0, {x, mean, scale, beta, low, high}, dx, leaves, count, pixels, tile, C,
+                     H, W, P, Q, R, S, stride_h, stride_w, top, left, count_padding);
 }

@@ -1,4 +1,4 @@
-// The first and the last kernel of a recorded step, which read the inputs and store the results.
+// The first kernel of a recorded step, which reads the inputs. The last one is in fold.cu.
 
 // For each step, the host writes one row of `ring`, in pinned memory, without waiting. `counter`
 // counts the steps on the device. The kernel copies the row of this step to `controls`, and all
@@ -15,13 +15,4 @@ program_begin(const int* __restrict__ ring, int rows, int words, int* __restrict
   __syncthreads();
   for (int i = threadIdx.x; i < words; i += blockDim.x)
     controls[i] = ring[(long long)row * words + i];
-}
-
-// results[row][i] = *addresses[i], in pinned memory, for the same row as program_begin.
-extern "C" __global__ void __launch_bounds__(32)
-program_end(const long long* __restrict__ addresses, int count, const int* __restrict__ counter,
-            double* __restrict__ results) {
-  for (int i = threadIdx.x; i < count; i += blockDim.x)
-    results[(long long)counter[1] * count + i] =
-        *reinterpret_cast<const double*>(addresses[i]);
 }

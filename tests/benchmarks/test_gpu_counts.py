@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks import arguments, subject
 from benchmarks.gpu import compiling, counts, floors, launches, resources
-from mpidl.backends.gpu import array, kernels, launching, nvrtc
+from mpidl.backends.gpu import array, kernels, launching, nvrtc, sums
+from mpidl.comm import reducer
 from mpidl.errors import UserError
 
 SMALL = """
@@ -60,6 +61,34 @@ def test_the_products_of_a_small_network(tmp_path, monkeypatch):
     first, second, dense = 64 * 3 * 4, 16 * 9 * 4 * 8, 10 * 16 * 8
     assert step["products_useful"] == 32 * (2 * first + 3 * second + 3 * dense)
     assert step["products_issued"] >= step["products_useful"]
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_bytes_that_ranks_send(ranks, monkeypatch, capsys):
+    """Each of 4 ranks sends at most twice the gradients, most of them during backward."""
+    monkeypatch.setattr(nvrtc, "installed", lambda: ())
+    step = count(f"resnet50:{16 * ranks} --ranks {ranks}")[f"resnet50:{16 * ranks}"]
+    sent = step["messages"]
+    net = subject.network("resnet50")
+    gradients = sum(weight.nbytes for weight in net.trainable.values())
+    ends = "gamma", "beta"
+    vectors = sum(v.nbytes for name, v in net.trainable.items() if name.endswith(ends))
+    assert sent["gradient_bytes"] == gradients and sent["ranks"] == ranks
+    # the gradients of batch normalizations come from the sums of its backward
+    ring = 2 * (ranks - 1) / ranks * (gradients - vectors)
+    # all ranks gather the nodes of the last bucket if it is small
+    assert ring <= sent["bytes_sent"] <= ring + (ranks - 1) * sums.GATHERED
+    assert sent["share_during_backward"] >= 0.8
+    # forward sends means and M2 in float64, backward two sums per channel
+    assert sent["statistics_bytes_sent"] == pytest.approx(4 * vectors * (ranks - 1), rel=0.01)
+    assert f"Each of {ranks} ranks sends" in capsys.readouterr().out
+
+
+def test_negative_control_one_bucket_is_sent_after_backward(monkeypatch):
+    monkeypatch.setattr(nvrtc, "installed", lambda: ())
+    monkeypatch.setattr(reducer, "GPU_BUCKET_BYTES", 1 << 40)
+    sent = count("resnet18:64 --ranks 4")["resnet18:64"]["messages"]
+    assert sent["share_during_backward"] == 0 < sent["bytes_sent"]
 
 
 def test_registers_come_from_the_compiler():

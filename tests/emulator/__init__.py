@@ -290,6 +290,9 @@ class EmulatedDevice:
 
     def synchronize(self):
         self._not_captured("synchronizes")
+        if self.is_aside:
+            self.join(self.back())
+            self.is_aside = True
         self._arrive()
 
     @property

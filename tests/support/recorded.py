@@ -11,9 +11,9 @@ def recorded(device, step):
     recorder = Recorder(device)
     with launching.through(recorder):
         results = step()
-        kept = [launching.persistent(x.shape, x.dtype) for x in results]
-        for result, place in zip(results, kept, strict=True):
+        copies = [launching.persistent(x.shape, x.dtype) for x in results]
+        for result, place in zip(results, copies, strict=True):
             recorder.store(result, place)
         program = recorder.finish({"out": launching.persistent((1,), np.float64)})
     program.run()
-    return [place.numpy() for place in kept], [launch.name for launch in program.launches()]
+    return [place.numpy() for place in copies], [launch.name for launch in program.launches()]

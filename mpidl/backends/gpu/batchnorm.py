@@ -62,7 +62,7 @@ def _check(x):
         raise ValueError(f"expected (blocks, C, ..., {LANES}) lanes, got {x}")
 
 
-def _tiles(channels):
+def tiles_of(channels):
     """Return (number of tiles that cover the channels, number of threads across a tile).
 
     A thread computes 4 channels if the number of channels is a multiple of 4, else 1 channel.
@@ -100,7 +100,7 @@ def division(x):
     channels, threads across a tile).
     """
     images, pixels, channels = sizes(x)
-    per_leaf, (tiles, tile) = _leaf(pixels), _tiles(channels)
+    per_leaf, (tiles, tile) = _leaf(pixels), tiles_of(channels)
     return (images // per_leaf, tiles), (per_leaf, pixels, channels, tile)
 
 
@@ -137,7 +137,7 @@ def cotangent_like(dy, x):
 
 def grid_of(rows, channels):
     """Return (grid, number of threads across a tile) for a kernel over all rows (pixels)."""
-    tiles, tile = _tiles(channels)
+    tiles, tile = tiles_of(channels)
     blocks = -(-rows // (4 * (THREADS // tile)))
     return (min(blocks, 16 * launching.device().processors), tiles), tile
 

@@ -330,7 +330,7 @@ class CudaDevice:
     # waiting and capturing
 
     def synchronize(self):
-        """Wait until all launches and copies in the stream have finished."""
+        """Wait until all launches and copies in the current stream have finished."""
         self._refuse("waiting", "for the device")
         if self.until is not None:
             self.wait(self.mark())

@@ -14,10 +14,11 @@ from mpidl.backends.gpu.array import Array
 from mpidl.core.fold import Partial, Term, add, merge_moments
 from mpidl.core.values import OnDevice
 
-THREADS = {"float": 512, "double": 512, "moments": 1024}  # {kind of sum: threads per block}
-MANY = 256  # blocks of threads that keep a GPU busy
+THREADS = 512  # per block
+BUSY = 256  # blocks of threads that keep a GPU busy
 LONGEST = 1 << 20  # maximum number of leaves that one thread folds, as in fold.cu
 BLOCKS = 1 << 16  # maximum number of blocks of a mini-batch that `fold_all` accepts
+KERNELS = "fold_float", "fold_double", "fold_moments"
 KINDS = {add: {"f4": "float", "f8": "double"}, merge_moments: {"f8": "moments"}}
 
 
@@ -91,7 +92,7 @@ def fold_rows(values, ranges, combine=add):
         columns, chunk = spread(width, count, kind)
         leaves = values.part(first * values.shape[1], (count, values.shape[1]))
         row, root = [leaves, roots.row(i), count, width, columns, chunk], [roots.row(i)]
-        launching.later(f"fold_{kind}", row, root, -(-width // columns), THREADS[kind])
+        launching.later(f"fold_{kind}", row, root, -(-width // columns), THREADS)
     return roots
 
 
@@ -114,12 +115,12 @@ def spread(width, leaves, kind):
     fours = _power(-(-leaves // 4))
     if kind == "moments":
         columns = 4
-        while columns > 1 and 4 * THREADS[kind] < leaves * columns and width <= MANY * columns:
+        while columns > 1 and 4 * THREADS < leaves * columns and width <= BUSY * columns:
             columns //= 2
         return columns, 4
     narrowest = 512 if width >= 1 << 15 else 32 if width >= 1 << 10 else 8
-    columns = max(narrowest, THREADS[kind] // fours)
-    chunk = max(4, _power(-(-leaves * columns // THREADS[kind])))
+    columns = max(narrowest, THREADS // fours)
+    chunk = max(4, _power(-(-leaves * columns // THREADS)))
     if chunk > LONGEST:
         raise ValueError(f"expected a sum of fewer leaves than {leaves}")
     return columns, chunk
@@ -150,7 +151,7 @@ def fold_all(matrix, tree, combine=add, shape=None, like=None):
 
 def threads_of(leaves, columns):
     """Return the number of threads of a block that folds `columns` columns, 4 leaves at a time."""
-    return min(THREADS["moments"], max(32, columns * _power(-(-leaves // 4))))
+    return min(1024, max(32, columns * _power(-(-leaves // 4))))
 
 
 def _kind(values, combine):

@@ -253,13 +253,13 @@ class Rows:
         self.blocks = max(self.blocks, blocks)
         return self
 
-    def made(self):
+    def as_launch(self):
         """Return the Launch of all rows."""
         grid = min(self.blocks, -(-32 * device().processors // len(self.rows))), len(self.rows)
         return kernels.make(self.name, grid, self.block, (table(self.rows),), defines=self.defines)
 
     def launch(self):
-        process.sink.launch(self.made())
+        process.sink.launch(self.as_launch())
 
 
 class Eager:
@@ -445,6 +445,8 @@ def _fixed(shape, dtype):
 def _uploaded(value):
     y = _fixed(value.shape, value.dtype)
     device().upload(y.address, value)
+    if device().is_aside:
+        device().synchronize()  # kernels in the other stream may read it too
     return y
 
 

@@ -7,9 +7,11 @@ import numpy as np
 
 from mpidl.backends import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
-from mpidl.core.blocks import DeferredInput
+from mpidl.backends.gpu.fold import partial_of_leaves
+from mpidl.core.blocks import LANES, DeferredInput
 
-WARP, MAX_THREADS = 32, 256  # threads per warp, and maximum number of threads per CTA
+WARP, THREADS = 32, 256  # threads per warp, and maximum number of threads per CTA
+FEW = 4  # pixels that a thread computes at once in a backward pass, as in sums.cuh
 
 
 @functools.lru_cache(maxsize=256)
@@ -21,15 +23,9 @@ def _geometry(x_shape, windows):
     return (*x_shape, *output[1:], *size, *stride, top, left), output
 
 
-def _launch(name, rows, row, arrays, numbers):
-    """Launch one CTA (block of threads) for each of `rows` rows of `row` elements.
-
-    A thread computes four channels if the number of channels is a multiple of four, else one
-    channel.
-    """
-    width = 4 if numbers[0] % 4 == 0 else 1
-    threads = min(MAX_THREADS, -(-row // (width * WARP)) * WARP)
-    launching.launch(name, rows, threads, *arrays, *numbers, defines={"POOL_WIDTH": width})
+def _channels_per_thread(channels):
+    """Return the definition of the number of channels that a thread computes."""
+    return {"POOL_WIDTH": 4 if channels % 4 == 0 else 1}
 
 
 def _forward(name, x, windows, with_argmax, *options):
@@ -38,7 +34,10 @@ def _forward(name, x, windows, with_argmax, *options):
     numbers, (c, p, q) = _geometry(tuple(image), windows)
     y = array.empty_lanes((blocks, c, p, q, lanes), source[0].dtype)
     outputs = (y, array.empty_like(y, np.uint8)) if with_argmax else (y,)
-    _launch(name, blocks * lanes * p, q * c, (*source, *outputs), (*numbers, *options))
+    defines = _channels_per_thread(c)
+    threads = min(THREADS, -(-q * c // (defines["POOL_WIDTH"] * WARP)) * WARP)
+    arguments = *source, *outputs, *numbers, *options
+    launching.launch(name, blocks * lanes * p, threads, *arguments, defines=defines)
     return outputs
 
 
@@ -48,12 +47,26 @@ def _backward(name, arrays, x, windows, tree, *options):
     The sums are None unless x is a DeferredInput. `arrays` is (dy, argmax) for max pooling, and
     (dy,) for average pooling. `options` are the last arguments of the kernel.
     """
-    like: Any = x.x if isinstance(x, DeferredInput) else x
-    blocks, c, h, w, lanes = like.dims
-    numbers, _ = _geometry((c, h, w), windows)
-    dx = array.empty_like(like)
-    _launch(name, blocks * lanes * h, w * c, (*arrays, dx), (*numbers, *options))
-    return dx, batchnorm.activation_sums(dx, x, tree) if isinstance(x, DeferredInput) else None
+    is_deferred = isinstance(x, DeferredInput)
+    like: Any = x.x if is_deferred else x
+    images, pixels, c = batchnorm.sizes(like)
+    if images * pixels >= 1 << 31:
+        raise ValueError(f"{name}: on a GPU, expected fewer than 2^31 pixels, got {like}")
+    numbers, _ = _geometry(like.dims[1:-1], windows)
+    dx, leaves, source = array.empty_like(like), None, batchnorm.operand(None)
+    if is_deferred:
+        grid, (per_leaf, _, _, tile) = batchnorm.division(like)
+        count, source = per_leaf * pixels, batchnorm.operand(x)
+        leaves = array.empty((grid[0], 2 * c), np.float64)
+    else:
+        tiles, tile = batchnorm.tiles_of(c)
+        count = FEW * (THREADS // tile)
+        grid = -(-images * pixels // count), tiles
+    arguments = *arrays, *source, dx, leaves, count, images * pixels, tile, *numbers, *options
+    launching.launch(name, grid, THREADS, *arguments, defines=_channels_per_thread(c))
+    if leaves is None:
+        return dx, None
+    return dx, partial_of_leaves(leaves, tree, LANES // per_leaf)
 
 
 def max_pool2d(x, windows):

@@ -24,9 +24,10 @@ import math
 import numpy as np
 
 from mpidl.backends import memory_plan
-from mpidl.backends.gpu import kernels, launching, program
+from mpidl.backends.gpu import fold, kernels, launching, program
 from mpidl.backends.gpu.launching import Array
 from mpidl.backends.gpu.program import ROWS, Program
+from mpidl.core.fold import add
 
 WAITING = 1 << 28  # bytes: limit of the Arrays that launches may keep in memory by waiting
 
@@ -84,8 +85,9 @@ class Recorder:
             if _feeds(waiting, rows) and (key == rows.key or self._is_fed(waiting)):
                 self._launch(key)
         _collect(self.waiting, rows)
-        if sum(array.nbytes for rows in self.waiting.values() for array in rows.arrays) > WAITING:
-            self._settle_all()
+        sizes = {k: sum(x.nbytes for x in waiting.arrays) for k, waiting in self.waiting.items()}
+        if sum(sizes.values()) > WAITING:
+            self._launch(max(sizes, key=lambda key: sizes[key]))
 
     def _is_fed(self, rows):
         return any(_feeds(waiting, rows) for waiting in self.waiting.values())
@@ -117,7 +119,7 @@ class Recorder:
         if rows is not None:
             self._settle([x for x in rows.arrays if id(x.buffer) not in rows.computed])
             with launching.through(self):
-                launch = rows.made()
+                launch = rows.as_launch()
             self._step(program.kernel(launch), rows.arrays)
 
     def scalar(self, name, value, dtype):
@@ -179,10 +181,11 @@ class Recorder:
 
         `outputs` are the scalars that the host receives after each step, {name: Array () float64}.
         """
+        with launching.through(self):  # program_end folds the sums that wait
+            ends = [fold.leaves_of(array, add) for array in outputs.values()]
         self._settle_all()
         self._store()
-        ends = list(outputs.values())
-        addresses = self.table([[array] for array in ends])
+        table = self.table(ends)
         counter = launching.persistent((2,), np.int32)
         words = max(self.words, 1)
         ring = self.device.pinned(4 * words * ROWS).view(np.int32).reshape(ROWS, words)
@@ -190,12 +193,12 @@ class Recorder:
         numbers = numbers.reshape(ROWS, max(len(ends), 1))
         controls = launching.persistent((words,), np.int32)
         self.controls.address = controls.address
-        arguments = addresses, len(ends), counter, _as_device_array(numbers)
-        self.launch(kernels.make("program_end", 1, 32, arguments))
+        arguments = table, counter, _as_device_array(numbers)
+        self.launch(kernels.make("program_end", len(ends), 256, arguments))
         arguments = _as_device_array(ring), ROWS, words, counter, controls
         begin = kernels.make("program_begin", 1, 256, arguments)
         with launching.through(self):
-            early = [rows.made() for rows in self.early.values()]
+            early = [rows.as_launch() for rows in self.early.values()]
         slab, nbytes = self._plan()
         self.steps[:0] = map(program.kernel, [begin, *early])
         for table in self.tables:

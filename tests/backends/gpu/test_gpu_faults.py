@@ -58,6 +58,22 @@ FAULTS = [
         arguments=("average_pool2d_dx, 3x3 by 2, padding, pixels of the image",),
     ),
     Fault(
+        family="pool",
+        description="the sums of dx leave out the last rows of a leaf",
+        old="for (int i = 0; i < FEW && row",
+        new="for (int i = 0; i < FEW - 1 && row",
+        check=check_on_gpu,
+        arguments=("max_pool2d_dx, a row of many threads, deferred",),
+    ),
+    Fault(
+        family="pool",
+        description="pixels are not clipped while they are read",
+        old="pool_row<true>({x, mean, scale, beta, low, high}",
+        new="pool_row<true>({x, mean, scale, beta, low, 1e9f}",
+        check=check_on_gpu,
+        arguments=("max_pool2d_dx, 3x3 by 2, padding, deferred",),
+    ),
+    Fault(
         family="pad",
         description="rows begin where columns do",
         old="(int)(row % P) - top",
@@ -149,6 +165,13 @@ FAULTS = [
             "no barrier before the next pass": (f"{BARRIER}  // before the next pass", ""),
             "the node of the last pass is not combined": ("else if (!last)", "else"),
         },
+    ),
+    Fault(
+        family="fold",
+        description="the results of a step are not folded",
+        old="(leaves, row[1], 0, 1, 1,",
+        new="(leaves, 1, 0, 1, 1,",
+        check=fold.test_the_results_of_a_step_are_folded_at_its_end,
     ),
     Fault(
         family="fold",

@@ -6,6 +6,7 @@ from support.recorded import recorded
 
 from mpidl.backends.gpu import array, batchnorm, launching, recorder
 from mpidl.backends.gpu import fold as gpu_fold
+from mpidl.backends.gpu.recorder import Recorder
 from mpidl.core import fold
 
 KINDS = {
@@ -104,7 +105,7 @@ def test_the_spread_over_threads_does_not_change_a_byte(device, monkeypatch, kin
         spreads = [(256, 4, 1), (512, 8, 1), (64, 4, 4), (256, 256, 64), (128, 32, 16)]
     for threads, *spread in spreads:
         monkeypatch.setattr(gpu_fold, "spread", lambda *_, spread=spread: spread)
-        monkeypatch.setitem(gpu_fold.THREADS, kind, threads)
+        monkeypatch.setattr(gpu_fold, "THREADS", threads)
         nodes = gpu_fold.fold_rows(array.plain(leaves), ranges, combine)
         assert nodes.numpy().tobytes() == expected, spread
 
@@ -117,7 +118,8 @@ def test_sums_of_any_width(device, width):
 
 
 def test_every_spread_covers_its_leaves():
-    for kind, threads in gpu_fold.THREADS.items():
+    threads = gpu_fold.THREADS
+    for kind in KINDS:
         for width in (1, 20, 300, 1 << 10, 1 << 15):
             for leaves in (1, 3, 4, 5, 16, 17, 250, 1000, 1 << 20):
                 columns, chunk = gpu_fold.spread(width, leaves, kind)
@@ -204,6 +206,22 @@ def test_waiting_folds_keep_a_limited_amount_of_memory(device, monkeypatch):
     assert names.count("fold_float") == 2
 
 
+def test_the_results_of_a_step_are_folded_at_its_end(device):
+    sums = {name: leaves_of("double", count, 1) for name, count in (("a", 45), ("b", 1), ("c", 9))}
+    arrays = {name: array.plain(leaves) for name, leaves in sums.items()}
+    folding = Recorder(device)
+    with launching.through(folding):
+        doubled = gpu_fold.fold_rows(arrays["c"], [(0, 9)]).row(0)
+        doubled = doubled + doubled  # reads a root before the end
+        roots = {k: gpu_fold.fold_rows(x, [(0, len(x))]).row(0) for k, x in arrays.items()}
+        program = folding.finish({**roots, "d": doubled})
+    names = [launch.name for launch in program.launches()]
+    assert names == ["program_begin", "fold_double", "add_double", "program_end"]
+    results = program.results(program.run())
+    totals = {name: float(root_of(leaves, fold.add)[0]) for name, leaves in sums.items()}
+    assert results == {**totals, "d": 2 * totals["c"]}
+
+
 @pytest.mark.parametrize("count", [1, 13, 1500])
 def test_statistics_and_factors_fold_waiting_sums(device, count):
     """The kernels that fold give the bytes of separate kernels, and store the roots."""
@@ -222,8 +240,8 @@ def test_statistics_and_factors_fold_waiting_sums(device, count):
     eager = [x.numpy() for x in step()]
     replayed, names = recorded(device, step)
     assert names == ["program_begin", "statistics", "batchnorm_factors", "program_end"]
-    for one, other in zip(eager, replayed, strict=True):
-        assert np.isfinite(one).all() and one.tobytes() == other.tobytes()
+    for expected, result in zip(eager, replayed, strict=True):
+        assert np.isfinite(expected).all() and expected.tobytes() == result.tobytes()
     roots = root_of(moments.numpy(), fold.merge_moments), root_of(sums.numpy(), fold.add)
     assert [x.tobytes() for x in replayed[-2:]] == [x.tobytes() for x in roots]
 

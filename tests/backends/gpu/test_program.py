@@ -16,7 +16,7 @@ from mpidl.core.fold import Term, add
 def copy(source):
     """Launch a kernel that copies a number, and return the copy."""
     out = launching.empty((1,), np.float64)
-    launching.launch("program_end", 1, 32, launching.table([[source]]), 1, _zero(), out)
+    launching.launch("program_end", 1, 32, launching.table([[source, 1, None]]), _zero(), out)
     return out
 
 
