@@ -108,8 +108,6 @@ def numbers_of(launch) -> dict[str, int]:
 def useful(launch) -> int:
     """Return the multiply-adds of the layer that a launch computes, or 0 for other kernels."""
     numbers, images = numbers_of(launch), _images(launch)
-    if {"outputs", "features"} <= set(numbers):
-        return images * numbers["outputs"] * numbers["features"]
     for names in SHAPES:
         if set(names) <= set(numbers):
             p, q, r, s, c, k, groups = (numbers[name] for name in names)
@@ -126,11 +124,52 @@ def _padded(size, step):
 def _matrix_product(launch):
     """Products of conv_gemm: depth is (r, s, c). Products of conv_dweight: depth is pixels."""
     defines, n = dict(launch.unit.defines), numbers_of(launch)
+    tile, deep = defines["BM"] * defines["BN"], 16 if "BF16" in defines else 8
     if launch.name == "conv_dweight":
-        depth = n["images"] * n["out_height"] * n["out_width"]
-    else:
-        depth = n["taps_down"] * n["taps_across"] * n["channels"] // n["groups"]
-    return math.prod(launch.grid) * defines["BM"] * defines["BN"] * _padded(depth, 32)
+        pixels, images = n["out_height"] * n["out_width"], _images(launch)
+        leaves = images // n["images"]
+        tiles = _tiles(
+            n["taps_down"] * n["taps_across"] * n["channels"] // n["groups"], "BM", defines
+        )
+        tiles *= _tiles(n["filters"] // n["groups"], "BN", defines) * n["groups"]
+        return leaves * tiles * tile * _padded(n["images"] * pixels, deep)
+    across = _tiles(n["filters"] // n["groups"], "BN", defines) * n["groups"]
+    return (
+        across
+        * tile
+        * sum(
+            rows * _padded(taps * n["channels"] // n["groups"], deep)
+            for rows, taps in _classes(n, defines)
+        )
+    )
+
+
+def _tiles(size, side, defines):
+    return -(-size // defines[side])
+
+
+def _classes(n, defines):
+    """Yield (tiles, taps) of each class of pixels with the same taps in conv_gemm."""
+    axes = []
+    for size, way, step, before, dilation in (
+        ("height", "down", n["stride_down"], n["top"], n["dilation_down"]),
+        ("width", "across", n["stride_across"], n["left"], n["dilation_across"]),
+    ):
+        pixels, taps = n[f"out_{size}"], n[f"taps_{way}"]
+        if defines["BACKWARD"]:
+            classes = [
+                (-(-(pixels - i) // step), _taps(taps, i + before, step, dilation))
+                for i in range(step)
+            ]
+        else:
+            classes = [(pixels, taps)]
+        axes.append(classes)
+    for (p, r), (q, s) in itertools.product(*axes):
+        yield _tiles(n["images"] * p * q + n["skipped"], "BM", defines), r * s
+
+
+def _taps(all_taps, place, step, dilation):
+    return sum((place - tap * dilation) % step == 0 for tap in range(all_taps))
 
 
 def _direct(launch):
@@ -143,21 +182,6 @@ def _direct(launch):
     return math.prod(launch.grid) * 64 * 32 * _padded(depth, 32)
 
 
-def _dense(launch):
-    """Products of dense.cu, whose tiles have 16 or 64 outputs and 32, 64 or 128 other rows."""
-    n = numbers_of(launch)
-    if "outputs" not in n or "features" not in n:
-        return 0  # dense_chunks
-    images, outputs = _images(launch), n["outputs"]
-    outputs = _padded(outputs, 16 if launch.name.endswith("few") else 64)
-    features = n["features"]
-    if launch.name.startswith("dense_d"):
-        features = _padded(features, 32 if launch.name.endswith("long") else 64)
-    if "dweight" not in launch.name:
-        images = _padded(images, 128 if launch.name.endswith("large") else 64)
-    return images * outputs * features
-
-
 def _depthwise(launch):
     """Products of conv_depthwise, whose threads have a run of pixels, perhaps past a row's end.
 
@@ -165,20 +189,15 @@ def _depthwise(launch):
     """
     n, pixels, images = numbers_of(launch), conv_depthwise.PIXELS, _images(launch)
     if launch.name.endswith("dx"):
-        rows = _reached(n["height"], n["taps_down"], n["stride_down"], n["top"], n["dilation_down"])
-        width = _padded(n["width"], pixels)
+        step, before, spread = n["stride_down"], n["top"], n["dilation_down"]
+        rows = sum(_taps(n["taps_down"], h + before, step, spread) for h in range(n["height"]))
         step, before, spread = n["stride_across"], n["left"], n["dilation_across"]
-        columns = _reached(width, n["taps_across"], step, before, spread)
+        width = range(_padded(n["width"], pixels))
+        columns = sum(_taps(n["taps_across"], w + before, step, spread) for w in width)
     else:
         rows = n["out_height"] * n["taps_down"]
         columns = _padded(n["out_width"], pixels) * n["taps_across"]
     return images * n["channels"] * rows * columns
-
-
-def _reached(size, taps, stride, before, dilation):
-    """Return the number of pairs of a row and a tap between which there is a row of dy."""
-    pairs = itertools.product(range(size), range(taps))
-    return sum((row + before - tap * dilation) % stride == 0 for row, tap in pairs)
 
 
 # {family: function of a launch that counts the products}
@@ -187,7 +206,6 @@ ISSUED = {
     "conv_dweight": _matrix_product,
     "conv_direct": _direct,
     "conv_depthwise": _depthwise,
-    "dense": _dense,
 }
 
 
@@ -205,4 +223,4 @@ def unit_of_products(launch) -> str:
     defines = dict(launch.unit.defines)
     if launch.unit.family not in ("conv_gemm", "conv_dweight"):
         return "fma"
-    return "bf16" if "BF16" in defines else {3: "fp32", 1: "tf32"}[defines["PRECISION"]]
+    return "bf16" if "BF16" in defines else {3: "fp32", 1: "tf32"}[defines["TERMS"]]

@@ -28,7 +28,7 @@ from mpidl.core.blocks import LANES
 from mpidl.errors import UserError
 
 ARCHITECTURES = "sm_80", "sm_86", "sm_90", "sm_120"
-PRECISIONS = "fp32", "tf32"
+PRECISIONS = "fp32", "tf32", "bf16"
 LABEL = re.compile(r"(\.L_\w+):")
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
 BRANCH = re.compile(r"\bBRA\b.*`\((\.L_\w+)\)")
@@ -119,6 +119,7 @@ def conv_unit(precision: str) -> kernels.Unit:
         launching.open(None)
     (unit,) = (unit for unit in device.units if unit.family == "conv_gemm")
     defines = dict(unit.defines)
-    if (defines["BM"], defines["BN"], defines["VECTOR"]) != (128, 64, 4):
-        raise RuntimeError(f"expected a tile of 128 x 64 and vectors of 4, got {defines}")
+    most = 8 if precision == "bf16" else 4
+    if (defines["BM"], defines["BN"], defines["VECTOR"]) != (128, 64, most):
+        raise RuntimeError(f"expected a tile of 128 x 64 and vectors of {most}, got {defines}")
     return unit

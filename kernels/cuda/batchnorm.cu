@@ -13,10 +13,6 @@
   } while (0)
 
 __device__ __forceinline__ float rectified(float x) { return x <= 0 ? 0 : x; }  // NaN stays NaN
-__device__ __forceinline__ float gradient(float dz, float x, float mean, float a, float b,
-                                          float c) {
-  return fmaf(a, dz, fmaf(x - mean, b, c));
-}
 
 // Computes leaf (partial sum) blockIdx.x: the sum of n rows, rounded to float32.
 template <int VEC>

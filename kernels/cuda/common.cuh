@@ -19,11 +19,15 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
     return (u32)__cvta_generic_to_shared(p);
 }
 
-// Copies 16 or 4 bytes from global to shared memory asynchronously, or writes zeros if not `ok`
+// Copies 16, 8 or 4 bytes from global to shared memory asynchronously, or writes zeros if not `ok`
 // (`from` must still be a valid address). After cp_wait, only this thread can rely on the data.
 __device__ __forceinline__ void cp_async16(void* to, const void* from, bool ok) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
                  :: "r"(shared_address(to)), "l"(from), "r"(ok ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void cp_async8(void* to, const void* from, bool ok) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n"
+                 :: "r"(shared_address(to)), "l"(from), "r"(ok ? 8 : 0) : "memory");
 }
 __device__ __forceinline__ void cp_async4(void* to, const void* from, bool ok) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n"
@@ -167,6 +171,10 @@ __device__ __forceinline__ float gated(float dy, float x, const Source& source,
     const float y = normalized(x, norm, k);
     return y > source.low && y < source.high ? dy : 0.f;
 }
+__device__ __forceinline__ float gradient(float dz, float x, float mean, float a, float b,
+                                          float c) {
+    return fmaf(a, dz, fmaf(x - mean, b, c));
+}
 
 // Loops over the indices below `count`; neighbouring threads of the grid get neighbouring indices.
 #define EACH_INDEX(i, count)                                                                       \
@@ -201,12 +209,27 @@ __device__ __forceinline__ void each_four(const value* dy, const value* y, value
 }
 
 #if defined(MPIDL_EMULATED) || __CUDA_ARCH__ >= 800
-template <int FLOATS>
-__device__ __forceinline__ void cp_async(float* to, const float* from, bool ok) {
-    if (FLOATS == 4)
+// Copies N values to shared memory as cp_async16 does. Two bytes are copied at once, and arrive.
+template <int N>
+__device__ __forceinline__ void copy_async(value* to, const value* from, bool ok) {
+    constexpr int BYTES = N * (int)sizeof(value);
+    if (BYTES == 16)
         cp_async16(to, from, ok);
-    else
+    else if (BYTES == 8)
+        cp_async8(to, from, ok);
+    else if (BYTES == 4)
         cp_async4(to, from, ok);
+    else
+        *to = ok ? *from : (value)0;
+}
+
+// c += a b for two fragments of 8 words per row.
+__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#ifdef BF16
+    mma_bf16(c, a, b);
+#else
+    mma_tf32(c, a, b);
+#endif
 }
 #endif
 
@@ -234,17 +257,18 @@ __device__ __forceinline__ void move_sums(float (&total)[ROWS][COLUMNS][4],
             for (int e = 0; e < 4; ++e) total[i][j][e] += sum[i][j][e], sum[i][j][e] = 0.f;
 }
 
-// Splits a float into numbers for tensor cores, which read only the upper 19 bits. If TERMS is 3,
-// `high` is the nearest number of 19 bits, and `low` is exactly the remainder (12 bits; tensor
-// cores read 11 of them). If TERMS is 1, half a unit of the last kept bit is added, so that
-// dropping the lower bits rounds to the nearest number. Infinity and NaN are not changed, because
-// the addition could turn them into numbers.
-template <int TERMS> __device__ __forceinline__ void tf32_parts(u32 value, u32& high, u32& low) {
-    if (TERMS == 3) {
-        high = (value + 0x1000u) & 0xffffe000u;
-        low = __float_as_uint(__uint_as_float(value) - __uint_as_float(high));
-    } else {
-        high = (~value & 0x7f800000u) ? value + 0x1000u : value;
-        low = 0;
-    }
+// Splits a float into two numbers for tensor cores, which read only the upper 19 bits. `high` is the
+// nearest number of 19 bits, and `low` is exactly the remainder (12 bits; tensor cores read 11 of
+// them).
+__device__ __forceinline__ void tf32_parts(u32 number, u32& high, u32& low) {
+    high = (number + 0x1000u) & 0xffffe000u;
+    low = __float_as_uint(__uint_as_float(number) - __uint_as_float(high));
+}
+
+// Adds half a unit of the last bit that tensor cores read, so that dropping the lower bits rounds to
+// the nearest number. Infinity and NaN are not changed, because the addition could turn them into
+// numbers.
+__device__ __forceinline__ float rounded_to_tf32(float number) {
+    const bool is_finite = fabsf(number) < __int_as_float(0x7f800000);
+    return is_finite ? __uint_as_float(__float_as_uint(number) + 0x1000u) : number;
 }

@@ -80,8 +80,8 @@ __device__ __forceinline__ int output_of(int moved, int stride, int outputs) {
 // y = cross-correlation of x with the weights, plus bias unless bias is null. x is (images, H, W,
 // C), y is (images, P, Q, K). Grid: tiles of pixels, tiles of the filters of a group, groups.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
-    const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
-    float* __restrict__ y, int images, int C, int H, int W, int K, int P, int Q, int R, int S,
+    const value* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
+    value* __restrict__ y, int images, int C, int H, int W, int K, int P, int Q, int R, int S,
     int stride_h, int stride_w, int top, int left, int dilation_h, int dilation_w, int groups) {
     __shared__ Operands chunk;
     __shared__ Pixel pixels[ROWS];
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
             Pixel at = pixels[m];
             int h = at.row + tap.down, w = at.column + tap.across;
             bool inside = at.image >= 0 && tap.channel >= 0 && h >= 0 && h < H && w >= 0 && w < W;
-            chunk.a[lane][m] = inside ? x[at.image + (h * W + w) * C + tap.channel] : 0.0f;
+            chunk.a[lane][m] = inside ? get(x[at.image + (h * W + w) * C + tap.channel]) : 0.0f;
         }
         for (int n = warp; n < COLUMNS; n += WARPS) {
             int filter = first_filter + n;
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
     const float of_filter = bias ? bias[filter] : 0.0f;
     for (int i = 0; i < OWN; i++) {
         long long pixel = first_pixel + warp * OWN + i;
-        if (pixel < all) y[pixel * K + filter] = sums[i] + of_filter;
+        if (pixel < all) y[pixel * K + filter] = put(sums[i] + of_filter);
     }
 }
 
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
 // (images, P, Q, K), dx is (images, H, W, C). Grid: tiles of pixels, tiles of the channels of a
 // group, groups.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dx(
-    const float* __restrict__ dy, const float* __restrict__ weight, float* __restrict__ dx,
+    const value* __restrict__ dy, const float* __restrict__ weight, value* __restrict__ dx,
     int images, int C, int H, int W, int K, int P, int Q, int R, int S, int stride_h, int stride_w,
     int top, int left, int dilation_h, int dilation_w, int groups) {
     __shared__ Operands chunk;
@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dx(
             int p = output_of(at.row - tap.down, stride_h, P);
             int q = output_of(at.column - tap.across, stride_w, Q);
             bool inside = at.image >= 0 && tap.channel >= 0 && p >= 0 && q >= 0;
-            chunk.a[lane][m] = inside ? dy[at.image + (p * Q + q) * K + tap.channel] : 0.0f;
+            chunk.a[lane][m] = inside ? get(dy[at.image + (p * Q + q) * K + tap.channel]) : 0.0f;
         }
         for (int t = warp; t < DEPTH; t += WARPS) {
             int channel = first_channel + lane;
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dx(
     int channel = group * channels + first_channel + lane;
     for (int i = 0; i < OWN; i++) {
         long long pixel = first_pixel + warp * OWN + i;
-        if (pixel < all) dx[pixel * C + channel] = sums[i];
+        if (pixel < all) dx[pixel * C + channel] = put(sums[i]);
     }
 }
 
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dx(
 // Grid: x enumerates (leaf, tile of a group's filters, tile of a filter's weights), with the last
 // index fastest; y is 1; z is the group.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dweight(
-    const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ leaves,
+    const value* __restrict__ dy, const value* __restrict__ x, float* __restrict__ leaves,
     int images_per_leaf, int C, int H, int W, int K, int P, int Q, int R, int S, int stride_h,
     int stride_w, int top, int left, int dilation_h, int dilation_w, int groups) {
     __shared__ Operands chunk;
@@ -211,14 +211,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dweight(
 #pragma unroll
         for (int t = warp; t < DEPTH; t += WARPS) {
             Pixel at = pixels[t];
-            const float* values = dy + (first_pixel + first + t) * K + group * filters;
+            const value* values = dy + (first_pixel + first + t) * K + group * filters;
             for (int m = lane; m < ROWS; m += 32) {
                 bool there = at.image >= 0 && first_filter + m < filters;
-                chunk.a[t][m] = there ? values[first_filter + m] : 0.0f;
+                chunk.a[t][m] = there ? get(values[first_filter + m]) : 0.0f;
             }
             int h = at.row + down, w = at.column + across;
             bool inside = at.image >= 0 && n < width && h >= 0 && h < H && w >= 0 && w < W;
-            chunk.b[t][lane] = inside ? x[at.image + (h * W + w) * C + channel] : 0.0f;
+            chunk.b[t][lane] = inside ? get(x[at.image + (h * W + w) * C + channel]) : 0.0f;
         }
         __syncthreads();
         add_product(chunk, sums);

@@ -1,25 +1,32 @@
-// Convolution as a matrix product on tensor cores, for the forward and backward-data passes. The
-// passes differ in how a row of the left matrix is gathered:
+// Convolution as a matrix product on tensor cores, for the forward and backward-data passes:
 //
 //   y[m][n] = sum over k of A[m][k] w[n][k] (+ bias[n])
 //
-// m = (image, row, column) of the output; n = a filter of the group; k = (r, s, c), where c is the
-// channel within the group. A is never stored: A[m][k] is read from x, or is 0 outside the image.
+// m = a pixel of the output; n = a filter of the group; k = (tap, c), where c is a channel of the
+// group. A is never stored: A[m][k] is read from x, or is 0 outside the image.
 //
-//   forward        x (images, H, W, C), w (K, R, S, C/groups): row of x = p * stride - top + r * d
-//   backward-data  x is dy, w is transposed (conv_weights.cu): with t = p + top - r * d the row
-//                  of dy is t / stride, if this is an integer; H, W, C are the sizes of dy
+//   forward        x (images, H, W, C), w (K, R, S, C/groups): tap (r, s) reads row
+//                  p * stride - top + r * dilation of x
+//   backward-data  x is dy, w is turned (conv_weights.cu), and H, W, C are the sizes of dy. Row h of
+//                  the output adds up the taps r for which (h + top - r * dilation) / stride, a row
+//                  of dy, is an integer. Rows with the same remainder modulo the stride have the
+//                  same taps, and so have columns: each pair of remainders is a convolution of its
+//                  own with stride 1 (a class), so no product is multiplied by zero.
 //
 // A block of threads computes BM x BN elements of y, and loops over k in steps of BK. The parts of
-// A and w for a step are copied to shared memory while earlier steps are multiplied. PRECISION 3 is
-// 3xTF32: each operand is split into two TF32 numbers, and the three largest of the four products
-// are added. The products of an element and the order of their sum are the same for every tile
-// size.
+// A and w for a step are copied to shared memory while earlier steps are multiplied. The thread that
+// has copied a part of A may then change it in place. The products of an element and the order of
+// their sum are the same for every tile size.
 //
 // Definitions: BM x BN and WM x WN are the tiles of a block and of a warp. STAGES is the number of
-// steps in shared memory. VECTOR is the number of floats copied at once: 4 if the channels of a
-// group are a multiple of 4, else 1. BACKWARD is 1 for backward-data. CONV_SHAPE (optional) gives
-// the kernel's arguments from `height` on as constants.
+// steps in shared memory. VECTOR is the number of elements that are copied at once, and ACROSS the
+// number of columns that are stored at once. TERMS is 3 for three TF32 products of a product of
+// floats (w has a second half: the remainders), and 1 for one; bfloat16 needs one. BACKWARD is 1 for
+// backward-data. CONV_SHAPE (optional) gives the kernel's arguments from `height` on as constants.
+// INPUT: 1 if x is normalized and clipped while it is loaded; 2 if x is the cotangent of a
+// normalization, which is differentiated while it is loaded (1x1 filters only). MOMENTS: 1 if the
+// moments of y are computed. SPLITS: the number of blocks that share the steps of a tile. WIDE: 1 if
+// y is float in any case.
 #ifndef BM
 #define BM 128
 #define BN 64
@@ -28,100 +35,238 @@
 #define STAGES 3
 #define MIN_BLOCKS 2
 #define VECTOR 4
-#define PRECISION 3
+#define ACROSS 4
+#define TERMS 3
 #define BACKWARD 0
+#define INPUT 0
+#define MOMENTS 0
+#define SPLITS 1
+#define WIDE 0
 #endif
 
 namespace {
 
-constexpr int BK = 32;
+#if WIDE
+typedef float result;
+#else
+typedef value result;
+#endif
+
+template <int N> __device__ __forceinline__ void store_result(result* y, Floats<N> v) {
+#if WIDE
+    struct alignas(N * 4) Whole { float at[N]; };
+    *reinterpret_cast<Whole*>(y) = *reinterpret_cast<const Whole*>(v.at);
+#else
+    store<N>(y, v);
+#endif
+}
+
+constexpr int WORDS = 32;                       // words of 4 bytes of a row of a step
+constexpr int IN_WORD = 4 / (int)sizeof(value);  // elements in a word
+constexpr int BK = WORDS * IN_WORD;
 constexpr int WARPS_N = BN / WN, THREADS = BM / WM * WARPS_N * 32;
 constexpr int MI = WM / 16, NJ = WN / 8;  // tiles of 16 x 8 per warp
 constexpr int CHUNKS = BK / VECTOR, STEP = THREADS / CHUNKS;  // copies per row; rows per pass
-constexpr int STAGE = (BM + BN) * BK;                         // floats per stage
+constexpr int OF_B = BM * WORDS, OF_LOW = OF_B + BN * WORDS;  // parts of a stage, in words
+constexpr int OF_X = OF_LOW + (TERMS == 3 ? BN * WORDS : 0);
+constexpr int STAGE = OF_X + (INPUT == 2 ? BM * WORDS : 0);
+constexpr int PITCH = BN + 4;  // of the tile of y in shared memory
+constexpr int GROUPS = BN / ACROSS, ROWS = THREADS / GROUPS;  // threads across and down y
 static_assert(BM % WM == 0 && BN % WN == 0 && BM % STEP == 0 && WM % 16 == 0 && WN % 8 == 0, "");
+static_assert(BM * PITCH + 2 * ROWS * BN <= STAGES * STAGE, "");
 
 struct alignas(16) Row {
-    long long at;  // forward: x at tap (0, 0); backward: the image
-    int h, w;      // forward: row and column of x at tap (0, 0); backward: t at tap (0, 0)
+    long long at;  // x at tap (0, 0)
+    int h, w;      // row and column of x at tap (0, 0)
 };
 
-// Returns the position of element k of a row. Chunks of 4 are permuted, so 8 rows use all banks.
+// Returns the position of word k of a row. Chunks of 4 are permuted, so 8 rows use all banks.
 __device__ __forceinline__ int place(int row, int k) {
-    return row * BK + ((((k >> 2) ^ row) & 7) << 2) + (k & 3);
+    return row * WORDS + ((((k >> 2) ^ row) & 7) << 2) + (k & 3);
+}
+
+// The taps of one axis that a class uses: `count` taps from `first` on, every `step`-th. One tap
+// further, x is read `move` pixels further.
+struct Taps {
+    int first, step, count, move;
+};
+
+__device__ __forceinline__ Taps taps_of(int remainder, int all, int stride, int before,
+                                        int dilation) {
+    if (!BACKWARD) return {0, 1, all, dilation};
+    if (stride == 1) return {0, 1, all, -dilation};
+    int first = 0, step = 1;
+    while (first < all && (remainder + before - first * dilation) % stride) ++first;
+    while (step * dilation % stride) ++step;
+    return {first, step, first < all ? (all - 1 - first) / step + 1 : 0,
+            -(step * dilation / stride)};
 }
 
 }  // namespace
 
+// y, bias, mean, scale, beta, low, high: see above; vectors have an element per channel of x, or of
+// the normalization if `channels` is a multiple of their length `period` (flattened images). If
+// INPUT is 2, `inputs` is the input of the normalization, with the shape of x, dx = a * dz + b *
+// (input - mean) + c with dz = x where the clipped value lies between its limits (everywhere if scale
+// is null), 0 in unused images, and is stored in `dz`. leaves: the moments of y: `parts` rows (count,
+// mean, M2) per block of 16 images, one for each tile that contains rows of the block; rows that are
+// not needed have count 0. The rows of the tiles of all ranks begin `skipped` rows before this
+// rank's rows, so tiles do not depend on the number of ranks. partial, tickets: memory for SPLITS > 1.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
-          const float* __restrict__ bias, float* __restrict__ y, long long rows, int height,
-          int width, int channels, int out_height, int out_width, int filters, int taps_down,
-          int taps_across, int stride_down, int stride_across, int top, int left,
-          int dilation_down, int dilation_across, int groups) {
+conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
+          const float* __restrict__ bias, result* __restrict__ y, const float* __restrict__ mean,
+          const float* __restrict__ scale, const float* __restrict__ beta, float low, float high,
+          int period, const value* __restrict__ inputs, const float* __restrict__ a,
+          const float* __restrict__ b, const float* __restrict__ c, value* __restrict__ dz,
+          const int* __restrict__ valid, double* __restrict__ leaves, int parts, int skipped,
+          float* partial, int* tickets, int images, int height, int width, int channels,
+          int out_height, int out_width, int filters, int taps_down, int taps_across,
+          int stride_down, int stride_across, int top, int left, int dilation_down,
+          int dilation_across, int groups) {
     DEFINE_SHAPE(shape);
     const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
-    const int S = shape[7], stride_h = shape[8], stride_w = shape[9];
-    const int dilation_h = shape[12], dilation_w = shape[13];
-    const int CG = C / shape[14], KG = K / shape[14];  // channels and filters per group
-    const int KD = shape[6] * S * CG, steps = (KD + BK - 1) / BK;
+    const int S = shape[7], CG = C / shape[14], KG = K / shape[14];  // per group
+    const int KD = shape[6] * S * CG;                                // elements of a filter
     const int tiles_n = (KG + BN - 1) / BN;
 
-    DYN_SMEM(float, memory);
+    DYN_SMEM(u32, memory);
     __shared__ Row row_table[BM];
+    __shared__ long long row_of_y[BM];  // the position of a row in y, or -1
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int wm = warp / WARPS_N * WM, wn = warp % WARPS_N * WN;
-    const int across = blockIdx.x % (tiles_n * shape[14]);  // blocks that share A are neighbours
-    const long long m0 = (long long)(blockIdx.x / (tiles_n * shape[14])) * BM;
+    int rest = blockIdx.x;  // blocks that share A are neighbours
+    const int split = rest % SPLITS;
+    rest /= SPLITS;
+    const int tile_of_all = rest, across = rest % (tiles_n * shape[14]);
+    rest /= tiles_n * shape[14];
     const int group = across / tiles_n, n0 = across % tiles_n * BN;
-    const float* filters_of_group = w + (long long)group * KG * KD;
+    const value* filters_of_group = w + (long long)group * KG * KD;
+
+    // the class, its rows and columns (down x along), and its taps
+    int down = P, along = Q, from_row = 0, from_column = 0, apart_h = 1, apart_w = 1;
+    if (BACKWARD && shape[8] * shape[9] > 1) {
+        apart_h = shape[8], apart_w = shape[9];
+        for (int number = 0;; ++number) {
+            from_row = number / apart_w, from_column = number % apart_w;
+            down = (P - from_row + apart_h - 1) / apart_h;
+            along = (Q - from_column + apart_w - 1) / apart_w;
+            const int tiles = (int)(((long long)images * down * along + BM - 1) / BM);
+            if (rest < tiles) break;
+            rest -= tiles;
+        }
+    }
+    const Taps vertical = taps_of(from_row, shape[6], shape[8], shape[10], shape[12]);
+    const Taps level = taps_of(from_column, S, shape[9], shape[11], shape[13]);
+    const bool is_class = BACKWARD && shape[8] * shape[9] > 1;
+    const int taps_along = is_class ? level.count : S;
+    const int depth = is_class ? vertical.count * level.count * CG : KD;
+    const int steps = (depth + BK - 1) / BK;
+    const bool is_ragged = depth % BK != 0;  // the last step has less than BK elements
+    const long long m0 = (long long)rest * BM - skipped, rows = (long long)images * down * along;
 
     for (int i = tid; i < BM; i += THREADS) {
-        const long long m = m0 + i, image = m / (P * Q);
-        const int pixel = (int)(m - image * (P * Q)), p = pixel / Q, q = pixel - p * Q;
+        const long long m = m0 + i, image = m / (down * along);
+        const int pixel = (int)(m - image * (down * along)), i_h = pixel / along;
+        const int p = i_h * apart_h + from_row, q = (pixel - i_h * along) * apart_w + from_column;
         Row row;
-#if BACKWARD
-        row.h = p + shape[10], row.w = q + shape[11];
-        row.at = image * H * W * C + group * CG;
-#else
-        row.h = p * stride_h - shape[10], row.w = q * stride_w - shape[11];
+        if (BACKWARD) {
+            row.h = (p + shape[10] - vertical.first * shape[12]) / shape[8];
+            row.w = (q + shape[11] - level.first * shape[13]) / shape[9];
+        } else {
+            row.h = p * shape[8] - shape[10], row.w = q * shape[9] - shape[11];
+        }
         row.at = ((image * H + row.h) * W + row.w) * C + group * CG;
-#endif
-        if (m >= rows) row.h = -(1 << 29);  // past the last row: outside of every image
+        const bool exists = m >= 0 && m < rows;
+        if (!exists) row.h = -(1 << 29);  // outside of every image
         row_table[i] = row;
+        row_of_y[i] = exists ? ((image * P + p) * Q + q) * K + group * KG + n0 : -1;
     }
     __syncthreads();
 
     const int chunk = tid % CHUNKS, first = tid / CHUNKS;
+    const int of_chunk = place(first, chunk * VECTOR / IN_WORD);
+    // Returns the position of this thread's part of row `first + i * STEP`, in values.
+    auto part_of = [&](int i) {
+        const int word = STEP % 8 ? place(first + i * STEP, chunk * VECTOR / IN_WORD)
+                                  : of_chunk + i * STEP * WORDS;
+        return word * IN_WORD + chunk * VECTOR % IN_WORD;
+    };
     auto load = [&](int step, int stage) {
         const int k = step * BK + chunk * VECTOR;
-        const int tap = k / CG, c = k - tap * CG, r = tap / S, s = tap - r * S;
-        const bool inside = k < KD;
-        const int down = r * dilation_h, along = s * dilation_w;
-        float *as = memory + stage * STAGE, *bs = as + BM * BK;
+        const int tap = k / CG, channel = k - tap * CG, i_h = tap / taps_along;
+        const int i_w = tap - i_h * taps_along, h_by = i_h * vertical.move, w_by = i_w * level.move;
+        const bool is_inside = k < depth;
+        value *as = (value*)(memory + stage * STAGE), *bs = as + OF_B * IN_WORD;
 #pragma unroll 2  // full unrolling would cost registers
         for (int i = 0; i < BM / STEP; ++i) {
             const Row row = row_table[first + i * STEP];
-#if BACKWARD
-            const int t = row.h - down, u = row.w - along;
-            const int h = t / stride_h, v = u / stride_w;
-            const bool ok = inside && t >= 0 && u >= 0 && h < H && v < W && t == h * stride_h &&
-                            u == v * stride_w;
-            const float* from = x + row.at + (h * W + v) * C + c;
-#else
-            const int h = row.h + down, v = row.w + along;
-            const bool ok = inside && (u32)h < (u32)H && (u32)v < (u32)W;
-            const float* from = x + row.at + (down * W + along) * C + c;
-#endif
-            cp_async<VECTOR>(as + place(first + i * STEP, chunk * VECTOR), ok ? from : x, ok);
+            const bool ok = is_inside && (u32)(row.h + h_by) < (u32)H &&
+                            (u32)(row.w + w_by) < (u32)W;
+            const long long at = ok ? row.at + ((h_by * W + w_by) * C + channel) : 0;
+            copy_async<VECTOR>(as + part_of(i), x + at, ok);
+            if (INPUT == 2) copy_async<VECTOR>(as + part_of(i) + OF_X * IN_WORD, inputs + at, ok);
         }
+        const int of_tap = is_class ? (vertical.first + i_h * vertical.step) * S + level.first +
+                                          i_w * level.step
+                                    : tap;
 #pragma unroll 2
         for (int i = 0; i < (BN + STEP - 1) / STEP; ++i) {
             const int n = first + i * STEP;
             if (BN % STEP && n >= BN) break;
-            const bool ok = inside && n0 + n < KG;
-            const float* from = filters_of_group + (long long)(n0 + n) * KD + k;
-            cp_async<VECTOR>(bs + place(n, chunk * VECTOR), ok ? from : w, ok);
+            const bool ok = is_inside && n0 + n < KG;
+            const long long at = ok ? (long long)(n0 + n) * KD + of_tap * CG + channel : 0;
+            copy_async<VECTOR>(bs + part_of(i), filters_of_group + at, ok);
+            if (TERMS == 3)
+                copy_async<VECTOR>(bs + part_of(i) + BN * BK,
+                                   filters_of_group + (long long)K * KD + at, ok);
+        }
+    };
+
+    const Source source = {INPUT == 2 ? inputs : x, INPUT ? mean : 0, INPUT ? scale : 0, beta, low,
+                           high};
+    // Changes the parts of A that this thread has copied.
+    auto change = [&](int step, int stage) {
+        if (INPUT == 0 && !(TERMS == 1 && IN_WORD == 1)) return;
+        const int k = step * BK + chunk * VECTOR;
+        const int tap = k / CG, channel = k - tap * CG, i_h = tap / taps_along;
+        const int h_by = i_h * vertical.move, w_by = (tap - i_h * taps_along) * level.move;
+        const int of_vectors = (group * CG + channel) % period;
+        const Norm<VECTOR> norm = norm_of<VECTOR>(source, of_vectors);
+        Floats<VECTOR> fa, fb, fc;
+        if (INPUT == 2) {
+            fa = of_channels<VECTOR>(a, of_vectors), fb = of_channels<VECTOR>(b, of_vectors);
+            fc = of_channels<VECTOR>(c, of_vectors);
+        }
+        value* as = (value*)(memory + stage * STAGE);
+#pragma unroll 2
+        for (int i = 0; i < BM / STEP; ++i) {
+            const Row row = row_table[first + i * STEP];
+            value* part = as + part_of(i);
+            Floats<VECTOR> v = ::load<VECTOR>(part);
+            const bool ok = k < depth && (u32)(row.h + h_by) < (u32)H &&
+                            (u32)(row.w + w_by) < (u32)W;
+            if (INPUT == 1) {
+#pragma unroll
+                for (int e = 0; e < VECTOR; ++e)
+                    v.at[e] = ok ? activated(v.at[e], source, norm, e) : 0.f;
+            }
+            if (INPUT == 2) {
+                const Floats<VECTOR> input = ::load<VECTOR>(part + OF_X * IN_WORD);
+                const bool is_used = ok && m0 + first + i * STEP < (long long)valid[0] * (P * Q);
+#pragma unroll
+                for (int e = 0; e < VECTOR; ++e) {
+                    const float of_z = gated(v.at[e], input.at[e], source, norm, e);
+                    v.at[e] = is_used ? gradient(of_z, input.at[e], norm.mean.at[e], fa.at[e],
+                                                 fb.at[e], fc.at[e])
+                                      : 0.f;
+                }
+                if (ok && across == 0) store<VECTOR>(dz + row.at + channel, v);
+            }
+            if (TERMS == 1 && IN_WORD == 1) {
+#pragma unroll
+                for (int e = 0; e < VECTOR; ++e) v.at[e] = rounded_to_tf32(v.at[e]);
+            }
+            store<VECTOR>(part, v);
         }
     };
 
@@ -129,86 +274,165 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
     const int of_a = place(wm + (lane & 15), (lane >> 4) * 4);
     const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);
     float sum[MI][NJ][4] = {};
-#if PRECISION == 3
+#if TERMS == 3
     float total[MI][NJ][4] = {};  // tensor cores may truncate, so `sum` covers only one step
+#else
+    float(&total)[MI][NJ][4] = sum;
 #endif
+    const int of_split = (steps + SPLITS - 1) / SPLITS, begin = split * of_split;
+    const int end = min(steps, begin + of_split);
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {
-        if (step < steps) load(step, step);
+        if (begin + step < end) load(begin + step, step);
         cp_commit();
     }
-    for (int step = 0, stage = 0; step < steps; ++step) {
+    for (int step = begin, stage = 0; step < end; ++step) {
         cp_wait<STAGES - 2>();
+        change(step, stage);
         __syncthreads();  // the step has arrived, and all warps have finished the previous step
         const int next = step + STAGES - 1;
-        if (next < steps) load(next, stage == 0 ? STAGES - 1 : stage - 1);
+        if (next < end) load(next, stage == 0 ? STAGES - 1 : stage - 1);
         cp_commit();
-        const float *as = memory + stage * STAGE, *bs = as + BM * BK;
+        const u32 *as = memory + stage * STAGE, *bs = as + OF_B;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
+        const int live = depth - step * BK;  // elements of this step
 #pragma unroll
-        for (int k = 0; k < BK; k += 8) {
-            u32 b[NJ][2], b_low[NJ][2];
+        for (int k = 0; k < WORDS; k += 8) {
+            if (is_ragged && k * IN_WORD >= live) break;
+            u32 of_n[NJ][2], low_of_n[NJ][2];
 #pragma unroll
             for (int j = 0; j < NJ; j += 2) {
                 u32 two[2][2];  // columns j, j + 1; an odd last column is loaded twice
-                const int again = j + 1 < NJ ? 0 : (lane >> 4) * 8 * BK;
-                ldsm4(two[0][0], two[0][1], two[1][0], two[1][1],
-                      bs + j * 8 * BK - again + (of_b ^ k));
+                const int again = j + 1 < NJ ? 0 : (lane >> 4) * 8 * WORDS;
+                const u32* from = bs + j * 8 * WORDS - again + (of_b ^ k);
+                ldsm4(two[0][0], two[0][1], two[1][0], two[1][1], from);
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    if (j + e / 2 < NJ)
-                        tf32_parts<PRECISION>(two[e / 2][e % 2], b[j + e / 2][e % 2],
-                                              b_low[j + e / 2][e % 2]);
+                    if (j + e / 2 < NJ) of_n[j + e / 2][e % 2] = two[e / 2][e % 2];
+                if (TERMS == 3) {
+                    ldsm4(two[0][0], two[0][1], two[1][0], two[1][1], from + BN * WORDS);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        if (j + e / 2 < NJ) low_of_n[j + e / 2][e % 2] = two[e / 2][e % 2];
+                }
             }
 #pragma unroll
             for (int i = 0; i < MI; ++i) {
-                u32 a[4], a_low[4];
-                ldsm4(a[0], a[1], a[2], a[3], as + i * 16 * BK + (of_a ^ k));
+                u32 of_m[4], low_of_m[4];
+                ldsm4(of_m[0], of_m[1], of_m[2], of_m[3], as + i * 16 * WORDS + (of_a ^ k));
+#if TERMS == 3
 #pragma unroll
-                for (int e = 0; e < 4; ++e) tf32_parts<PRECISION>(a[e], a[e], a_low[e]);
-#if PRECISION == 3
+                for (int e = 0; e < 4; ++e) tf32_parts(of_m[e], of_m[e], low_of_m[e]);
 #pragma unroll
-                for (int j = 0; j < NJ; ++j) mma_tf32(sum[i][j], a_low, b[j]);
+                for (int j = 0; j < NJ; ++j) mma_tf32(sum[i][j], low_of_m, of_n[j]);
 #pragma unroll
-                for (int j = 0; j < NJ; ++j) mma_tf32(sum[i][j], a, b_low[j]);
+                for (int j = 0; j < NJ; ++j) mma_tf32(sum[i][j], of_m, low_of_n[j]);
 #endif
 #pragma unroll
-                for (int j = 0; j < NJ; ++j) mma_tf32(sum[i][j], a, b[j]);
+                for (int j = 0; j < NJ; ++j) mma(sum[i][j], of_m, of_n[j]);
             }
         }
-#if PRECISION == 3
+#if TERMS == 3
         move_sums(total, sum);
 #endif
     }
 
-    const int g = lane >> 2, t = lane & 3;
-    const bool pairs = KG % 2 == 0;  // two adjacent filters are then aligned to 8 bytes
+    // the tile goes to shared memory, so that neighbouring threads store neighbouring numbers
+    cp_wait<0>();
+    __syncthreads();
+    float* tile = reinterpret_cast<float*>(memory);
 #pragma unroll
-    for (int j = 0; j < NJ; ++j) {
-        const int n = n0 + wn + j * 8 + 2 * t;
-        if (n >= KG) continue;
-        const float* of_filter = bias + group * KG + n;
-        const float bias0 = bias ? of_filter[0] : 0.f;
-        const float bias1 = bias && n + 1 < KG ? of_filter[1] : 0.f;
+    for (int i = 0; i < MI; ++i)
 #pragma unroll
-        for (int i = 0; i < MI; ++i)
+        for (int j = 0; j < NJ; ++j)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const long long m = m0 + wm + i * 16 + half * 8 + g;
-                if (m >= rows) continue;
-#if PRECISION == 3
-                const float* found = total[i][j] + 2 * half;
-#else
-                const float* found = sum[i][j] + 2 * half;
-#endif
-                float* to = y + m * K + group * KG + n;
-                if (pairs) {
-                    *reinterpret_cast<float2*>(to) =
-                        make_float2(found[0] + bias0, found[1] + bias1);
-                } else {
-                    to[0] = found[0] + bias0;
-                    if (n + 1 < KG) to[1] = found[1] + bias1;
-                }
-            }
+            for (int half = 0; half < 2; ++half)
+                *reinterpret_cast<float2*>(tile + (wm + i * 16 + half * 8 + (lane >> 2)) * PITCH +
+                                           wn + j * 8 + 2 * (lane & 3)) =
+                    make_float2(total[i][j][2 * half], total[i][j][2 * half + 1]);
+    __syncthreads();
+#if SPLITS > 1
+    // the last block of a tile to arrive adds up the sums of all, in order
+    volatile float* sums = partial + (long long)tile_of_all * SPLITS * (BM * BN);
+    for (int i = tid; i < BM * BN; i += THREADS)
+        sums[split * (BM * BN) + i] = tile[i / BN * PITCH + i % BN];
+    __threadfence();
+    __syncthreads();
+    __shared__ bool is_last;
+    if (tid == 0) is_last = atomicAdd(tickets + tile_of_all, 1) == SPLITS - 1;
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    for (int i = tid; i < BM * BN; i += THREADS) {
+        float of_all = sums[i];
+#pragma unroll 4
+        for (int n = 1; n < SPLITS; ++n) of_all += sums[n * (BM * BN) + i];
+        tile[i / BN * PITCH + i % BN] = of_all;
     }
+    if (tid == 0) tickets[tile_of_all] = 0;
+    __syncthreads();
+#endif
+
+    const int column = tid % GROUPS * ACROSS, line = tid / GROUPS;
+    const bool is_mine = line < ROWS && n0 + column < KG;
+    Floats<ACROSS> of_bias = {};
+    if (bias && is_mine) of_bias = of_channels<ACROSS>(bias, group * KG + n0 + column);
+    for (int i = line; is_mine && i < BM; i += ROWS) {
+        Floats<ACROSS> v;
+#pragma unroll
+        for (int e = 0; e < ACROSS; ++e) {
+            v.at[e] = tile[i * PITCH + column + e] + of_bias.at[e];
+            if (MOMENTS) tile[i * PITCH + column + e] = as_stored(v.at[e]);
+        }
+        if (row_of_y[i] >= 0) store_result<ACROSS>(y + row_of_y[i] + column, v);
+    }
+#if MOMENTS
+    // for each block of images in the tile: a thread's rows, then all rows of a column
+    float* of_line = tile + BM * PITCH;
+    const long long of_block = 16LL * P * Q, used = min(rows, (long long)valid[0] * (P * Q));
+    const long long stop = min(m0 + BM, rows);
+    for (long long n = max(m0, 0LL) / of_block; n * of_block < stop; ++n) {
+        const int i0 = (int)(max(max(m0, 0LL), n * of_block) - m0);
+        const int i1 = (int)(min(stop, (n + 1) * of_block) - m0);
+        const int count = max(0, min(i1, (int)min((long long)BM, used - m0)) - i0);
+        if (is_mine) {
+            const int own = max(0, (count - line + ROWS - 1) / ROWS);
+#pragma unroll
+            for (int e = 0; e < ACROSS; ++e) {
+                const float* of_column = tile + (i0 + line) * PITCH + column + e;
+                const float origin = tile[i0 * PITCH + column + e];
+                float total = 0, squares = 0;
+                for (int i = 0; i < own; ++i) total += of_column[i * ROWS * PITCH] - origin;
+                const float about = own ? total / own : 0;
+                for (int i = 0; i < own; ++i) {
+                    const float d = of_column[i * ROWS * PITCH] - origin - about;
+                    squares = fmaf(d, d, squares);
+                }
+                of_line[2 * (line * BN + column + e)] = about;
+                of_line[2 * (line * BN + column + e) + 1] = squares;
+            }
+        }
+        __syncthreads();
+        const int part = (int)(rest - (n * of_block + skipped) / BM);
+        double* leaf = leaves + (n * parts + part) * (1 + 2LL * K);
+        if (tid < BN && n0 + tid < KG) {
+            double total = 0, squares = 0;
+            for (int i = 0; i < min(ROWS, count); ++i) {
+                const double own = (count - i + ROWS - 1) / ROWS;
+                const double about = of_line[2 * (i * BN + tid)];
+                total += own * about;
+                squares += of_line[2 * (i * BN + tid) + 1] + own * about * about;
+            }
+            const double shift = count ? total / count : 0;
+            leaf[1 + group * KG + n0 + tid] = tile[i0 * PITCH + tid] + shift;
+            leaf[1 + K + group * KG + n0 + tid] = fmax(squares - total * shift, 0.0);
+        }
+        if (tid == 0 && across == 0) {
+            leaf[0] = count;
+            const int left_over = (n + 1) * of_block <= m0 + BM ? parts - part : 1;
+            for (int i = 1; i < left_over; ++i) leaf[i * (1 + 2LL * K)] = 0;
+        }
+        __syncthreads();
+    }
+#endif
 }

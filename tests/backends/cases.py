@@ -612,8 +612,6 @@ def without_bias(cases):
 # functions whose direct sums in bfloat16 have a defined order
 ORDERED = {"conv2d", "conv2d_backward", "transposed_conv2d", "transposed_conv2d_backward"}
 ORDERED |= {"dense", "dense_dweight", "dense_backward"}
-# functions that GPUs do not compute in bfloat16
-ONLY_ON_CPUS = ORDERED | {"conv2d_moments", "conv2d_relu", "dense_dx"}
 
 
 def in_bf16(case):
@@ -641,7 +639,6 @@ def in_bf16(case):
     return case._replace(
         label=f"{case.label}, bf16",
         arguments=arguments,
-        backends=CPU if case.function in ONLY_ON_CPUS else case.backends,
         settings={
             backend: tuple(values | {"precision": "bf16"} for values in variants)
             for backend, variants in settings.items()

@@ -150,7 +150,7 @@ def test_the_units_of_a_call_are_found_without_computing(gpu):
     units = stage.units_of(gpu, "quick", SMALL)
     assert gpu.device is launching.device() is device and not device.launched
     assert {"conv_gemm", "conv_dweight", "conv_direct", "dense", "lrn"} <= {u.family for u in units}
-    assert any(("PRECISION", 1) in unit.defines for unit in units)
+    assert any(("TERMS", 1) in unit.defines for unit in units)
     report, compiled = Report("machine"), []
 
     def compile_all(units, architecture, compile):

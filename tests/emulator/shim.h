@@ -525,6 +525,8 @@ static inline double __dsub_rn(double a, double b) { return a - b; }
 static inline double __ddiv_rn(double a, double b) { return a / b; }
 static inline double __dsqrt_rn(double a) { return __builtin_sqrt(a); }
 
+static inline void __threadfence() {}
+static inline int atomicAdd(int* p, int by) { return (*p += by) - by; }
 template <class T> static inline T __ldg(const T* p) { return *p; }
 static inline int __popc(unsigned v) { return __builtin_popcount(v); }
 static inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }

@@ -4,26 +4,34 @@
 `settings.direct` is set, or if the images are too large. The sizes of leaves (partial sums over a
 few images) and tiles depend on the shape of the layer, the global mini-batch and the number of
 multiprocessors. These sizes never depend on this rank's share of the mini-batch. Only the sizes of
-leaves change the bytes of the result.
+leaves and the number of blocks that share a tile change the bytes of the result.
 """
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpidl.backends import settings, shapes
+from mpidl.backends.deferred import NormalizedInput
 from mpidl.backends.gpu import activation, array, batchnorm, conv_direct, fold, launching
-from mpidl.core.blocks import LANES
+from mpidl.core.blocks import LANES, DeferredInput
+from mpidl.core.values import BF16
 
-# Depth of a tile in shared memory (BK in the kernels), along the axis that a matrix product sums
-# over: filter elements (r, s, c) in conv_gemm, pixels in conv_dweight.
-STEP = 32
+# Bytes of a row of a tile in shared memory in conv_gemm, along the axis that a matrix product sums
+# over: filter elements (r, s, c). In conv_dweight, a tile has PIXELS rows.
+STEP, PIXELS = 128, 32
 # Images with this many elements are too large, because offsets in a block of 16 images are ints.
 LARGEST = 1 << 27
 USUAL = 8  # assumed number of blocks of 16 images in the mini-batch if no reduction tree is given
 COLUMNS = {16: 16, 24: 24, 32: 32, 48: 24, 64: 32}  # {columns of a tile: columns of each warp}
-# Number of TF32 multiplications per float32 multiplication, by `settings.precision`.
-PRODUCTS = {"fp32": 3, "tf32": 1}
+HEIGHTS = 64, 96, 128  # rows of a tile of conv_dweight, for filters of more than 32 elements
+# Time of a tile of conv_dweight that does not depend on its number of pixels (start, and writing,
+# reading and folding a leaf), in units of the time of a pixel.
+START = 128
+LEVELS = 4  # conv_dweight folds ranges of up to 2^4 blocks of 16 images
+SHORTEST = 4  # smallest number of steps of a tile that a block of threads computes
 
 
 class Shape(NamedTuple):
@@ -81,18 +89,59 @@ def shape_of(image, weight_shape, geometry):
     return Shape._make((h, w, c, p, q, k, *numbers))
 
 
+class Operand(NamedTuple):
+    """The input of a convolution: an Array and, if it is normalized when it is read, how.
+
+    `norm` is (mean, scale, beta), or three times None; `low` and `high` are the limits.
+    """
+
+    x: Any
+    norm: tuple = (None, None, None)
+    low: float = 0.0
+    high: float = 0.0
+
+    @property
+    def is_normalized(self):
+        return self.norm[0] is not None
+
+    @property
+    def period(self):
+        """Length of the vectors of `norm`, or 1."""
+        return self.norm[0].size if self.is_normalized else 1
+
+
+def operand(x):
+    """Return x, which may be a DeferredInput, as an Operand in the type of the precision."""
+    if not isinstance(x, DeferredInput):
+        return Operand(_stored(x))
+    return Operand(x.x, (x.mean, x.scale, x.beta), x.low, x.high)
+
+
+def stored_type():
+    """Return the type of the operands of products in the current precision."""
+    return BF16 if settings.precision == "bf16" else np.dtype(np.float32)
+
+
+def _stored(x):
+    return x.astype(stored_type())
+
+
+def terms():
+    """Return the number of products of a tensor core for a product: TERMS in the kernels."""
+    return 3 if settings.precision == "fp32" else 1
+
+
 def conv2d(x, weight, bias, geometry):
-    return _forward(x, weight, bias, geometry)
+    return forward(x, weight, bias, geometry)[0]
 
 
 def conv2d_relu(x, weight, bias, geometry, addend):
-    y = _forward(x, weight, bias, geometry)
+    y = forward(x, weight, bias, geometry)[0]
     return activation.relu(y if addend is None else y + addend)
 
 
 def conv2d_moments(x, weight, bias, geometry, counts, tree):
-    y = _forward(x, weight, bias, geometry, tree)
-    return y, batchnorm.moments(y, counts, tree)
+    return forward(x, weight, bias, geometry, tree, counts)
 
 
 def conv2d_backward(
@@ -107,30 +156,37 @@ def conv2d_backward(
     sums=False,
     overwrite=False,
 ):
-    images = batchnorm.read(x)
+    like = x.x if isinstance(x, DeferredInput) else x
+    shape, backward = _shape(like, weight, geometry, dy), None
     if activation_after is not None and len(activation_after) == 1:
         dy = activation.relu_dx(dy, *activation_after)
     elif activation_after is not None:
         source, a, b, c = activation_after
-        dy = batchnorm.activation_dx(dy, source, a, b, c, counts, overwrite)
+        if needs[0] and _is_pointwise(shape) and not is_direct(shape):
+            backward = Backward(source, a, b, c, counts)
+        else:
+            dy = batchnorm.activation_dx(dy, source, a, b, c, counts, overwrite)
     dx = dweight = dbias = dx_sums = None
-    if needs[1]:
-        leaves, per_block = leaves_of(dy, images, weight, geometry, tree)
-        dweight = fold.partial_of_leaves(leaves, tree, per_block, like=weight)
-    if needs[2]:
-        dbias = batchnorm.channel_sums(dy, tree)
     if needs[0]:
-        dx = dx_of(dy, images, weight, geometry, tree)
+        dx, dy = dx_of(dy, like, weight, geometry, tree, backward=backward)
         dx_sums = batchnorm.activation_sums(dx, x, tree) if sums else None
-    return dx, dweight, dbias, dx_sums
+    if needs[1] or needs[2]:
+        dweight, dbias = dweight_of(dy, x, weight, shape, tree, needs[2])
+    return dx, dweight if needs[1] else None, dbias, dx_sums
 
 
-def _direct(shape):
+def is_direct(shape):
     """Return whether `conv_direct` must compute this convolution."""
     of_input = (shape.height + shape.top) * (shape.width + shape.left) * shape.channels
     of_output = shape.out_height * shape.out_width * shape.filters
     architecture = int("".join(filter(str.isdigit, launching.device().architecture)))
     return settings.direct or architecture < 80 or max(of_input, of_output) >= LARGEST
+
+
+def _is_pointwise(shape):
+    """Return whether each output pixel reads one input pixel, and each input pixel is read once."""
+    sizes = (shape.height, shape.width), (shape.out_height, shape.out_width)
+    return sizes[0] == sizes[1] and shape.taps == shape.groups == 1
 
 
 def _shape(x, weight, geometry, dy=None):
@@ -148,92 +204,244 @@ def _shape(x, weight, geometry, dy=None):
     return shape
 
 
-def _forward(x, weight, bias, geometry, tree=None):
-    x = batchnorm.read(x)
-    shape = _shape(x, weight, geometry)
-    if _direct(shape):
-        return conv_direct.forward(x, weight, bias, geometry)
+def forward(x, weight, bias, geometry, tree=None, counts=None, dtype=None):
+    """Return (y, Partial of the moments of y); the Partial is None unless `counts` is given.
+
+    `dtype` is the type of y, by default that of the products.
+    """
+    like = x.x if isinstance(x, DeferredInput) else x
+    shape = _shape(like, weight, geometry)
+    if is_direct(shape):
+        y = conv_direct.forward(_stored(batchnorm.read(x)), weight, bias, shape)
+        return y, None if counts is None else batchnorm.moments(y, counts, tree)
     size = shape.filters, shape.out_height, shape.out_width
-    y = array.empty_lanes((len(x), *size, LANES))
-    _product(shape, x, weight, bias, y, tree)
-    return y
+    x = operand(x)
+    y = array.empty_lanes((len(x.x), *size, LANES), x.x.dtype if dtype is None else dtype)
+    weight = prepared(weight, shape)
+    return y, product(shape, x, weight, bias, y, tree, counts=counts)
 
 
-def dx_of(dy, x, weight, geometry, tree, bias=None):
-    """Return the gradient with respect to x, plus `bias` if given. Only the shape of x is used."""
-    shape = _shape(x, weight, geometry, dy)
-    if _direct(shape):
-        dx = conv_direct.dx(dy, x, weight, geometry)
-        return dx if bias is None else conv_direct.with_bias(dx, bias)
-    turned = array.empty((weight.size,))
-    group = shape.filters_of_group, shape.channels // shape.groups
-    tiles = math.prod(-(-side // 32) for side in group) * shape.groups * shape.taps
-    numbers = shape.filters, shape.channels, shape.taps, shape.groups
-    launching.launch("conv_weights", tiles, 256, weight, turned, *numbers)
-    dx = array.empty_like(x)
-    _product(shape.turned(), dy, turned, bias, dx, tree, backward=True)
-    return dx
+class Backward(NamedTuple):
+    """The backward of the normalization after a convolution: dx = a dz + b (x - mean) + c."""
+
+    source: DeferredInput
+    a: Any
+    b: Any
+    c: Any
+    counts: Any
 
 
-def _product(shape, x, weight, bias, y, tree, backward=False):
-    """Launch conv_gemm, which convolves x with the weights, adds the bias and writes y."""
-    pixels = shape.out_height * shape.out_width
-    blocks = USUAL if tree is None else tree.leaves
-    device = launching.device()
-    tile = gemm_tile(shape, blocks * LANES * pixels, device.processors)
-    vector = _vector(shape.channels // shape.groups, x, weight)
-    rows = len(y) * LANES * pixels
-    grid = -(-rows // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups
-    arguments = x, weight, bias, y, rows, *shape
-    shared = tile["STAGES"] * (tile["BM"] + tile["BN"]) * STEP * 4
-    defines = definitions(tile, shape, device, VECTOR=vector, BACKWARD=int(backward))
-    threads = threads_of(tile)
-    launching.launch("conv_gemm", grid, threads, *arguments, shared=shared, defines=defines)
+def dx_of(dy, x, weight, geometry, tree, bias=None, backward=None):
+    """Return (dx plus `bias` if given, dy). Only the shape and type of x are used.
 
-
-def leaves_of(dy, x, weight, geometry, tree):
-    """Return (leaves of the weight gradient, number of leaves per block of 16 images).
-
-    The leaves are a float32 Array (leaves, weight.size), with the memory order of the weights. Only
-    the shape of `weight` is used. `dy` must be zero in unused lanes.
+    If `backward` is a Backward, dy is the cotangent of the normalization, and the returned dy that
+    of its input.
     """
     shape = _shape(x, weight, geometry, dy)
-    if _direct(shape):
-        return conv_direct.dweight_leaves(dy, x, weight, geometry, tree)
-    device = launching.device()
-    tile = dweight_tile(shape)
-    rows = -(-shape.width_of_filter // tile["BM"])
-    tiles = rows * columns_of(shape, tile["BN"]) * shape.groups
-    images = conv_direct.images_per_leaf(tiles, tree)
-    leaves = array.empty((len(x) * (LANES // images), weight.size))
-    pitches = tile["BM"] + 8, tile["BN"] + (0 if tile["BN"] % 32 == 24 else 8)
-    arguments = dy, x, leaves, images, *shape
-    shared = tile["STAGES"] * sum(pitches) * STEP * 4
-    x_vector = _vector(shape.channels // shape.groups, x)
-    dy_vector = _vector(shape.filters_of_group, dy)
-    defines = definitions(tile, shape, device, VECTOR_X=x_vector, VECTOR_Y=dy_vector)
-    grid, threads = len(leaves) * tiles, threads_of(tile)
-    launching.launch("conv_dweight", grid, threads, *arguments, shared=shared, defines=defines)
-    return leaves, LANES // images
+    if is_direct(shape):
+        dx = conv_direct.dx(dy, x, weight, shape)
+        return dx if bias is None else conv_direct.with_bias(dx, bias), dy
+    dx, dy = array.empty_like(x), _stored(dy)
+    weight = prepared(weight, shape, turned=True)
+    dz = dy if backward is None else array.empty_like(dy)
+    product(shape.turned(), Operand(dy), weight, bias, dx, tree, True, backward, dz)
+    return dx, dz
 
 
-def _vector(channels, *arrays):
-    """Return the number of floats to copy at once: 4 if channels and addresses permit, else 1."""
-    return 4 if channels % 4 == 0 and all(a.offset % 16 == 0 for a in arrays) else 1
+def prepared(weight, shape, turned=False):
+    """Return filters as conv_gemm reads them: rounded, and turned for backward-data."""
+    dtype, copies = stored_type(), 2 if terms() == 3 else 1
+    result = array.empty((copies * weight.size,), dtype)
+    row = [weight, result, shape.filters, shape.channels, shape.taps, shape.groups, int(turned)]
+    group = shape.filters_of_group, shape.channels // shape.groups
+    tiles = math.prod(-(-side // 32) for side in group) * shape.groups * shape.taps
+    defines = {"TERMS": terms(), **({"BF16": 1} if dtype == BF16 else {})}
+    blocks = min(tiles, 4 * launching.device().processors)
+    launching.before_step("conv_weights", row, blocks, 256, defines)
+    return result
 
 
-def definitions(tile, shape, device, **values):
+def product(
+    shape, x, weight, bias, y, tree, is_backward=False, backward=None, dz=None, counts=None
+):
+    """Launch conv_gemm, which convolves an Operand with prepared weights and writes y.
+
+    With `counts`, return the Partial of the moments of y.
+    """
+    pixels, device = shape.out_height * shape.out_width, launching.device()
+    blocks = USUAL if tree is None else tree.leaves
+    tile = gemm_tile(shape, blocks * LANES * pixels, device.processors, device.shared, terms())
+    own = len(y) * LANES
+    skipped = 0
+    if counts is not None:
+        rows_of_block = LANES * pixels
+        skipped = tree.run[0] * rows_of_block % tile["BM"]
+        parts = _power(-(-rows_of_block // tile["BM"]) + (rows_of_block % tile["BM"] > 0))
+        leaves = array.empty((len(y) * parts, 1 + 2 * shape.filters), np.float64)
+    tiles = tiles_of(shape, own, tile["BM"], skipped, is_backward)
+    tiles *= columns_of(shape, tile["BN"]) * shape.groups
+    splits = tile["SPLITS"]
+    partial = tickets = None
+    if splits > 1:
+        partial = array.empty((tiles * splits * tile["BM"] * tile["BN"],))
+        tickets = launching.constant(np.zeros(max(tiles, 1), np.int32))
+    defines = definitions(tile, shape, device) | {
+        "VECTOR": _vector(shape.channels // shape.groups, x.period, x.x, weight),
+        "ACROSS": 4 if shape.filters_of_group % 4 == 0 and y.offset % 16 == 0 else 1,
+        "BACKWARD": int(is_backward),
+        "INPUT": 2 if backward is not None else int(x.is_normalized),
+        "MOMENTS": int(counts is not None),
+        "WIDE": int(y.dtype != x.x.dtype),
+    }
+    norm, of_backward, limits = x.norm, (None,) * 5, (x.low, x.high)
+    period = x.period if x.is_normalized else shape.channels
+    if backward is not None:
+        source, a, b, c, valid = backward
+        is_gated = not isinstance(source, NormalizedInput)
+        norm = source.mean, *((source.scale, source.beta) if is_gated else (None, None))
+        of_backward, limits = (source.x, a, b, c, dz), (source.low, source.high)
+    else:
+        valid = counts
+    launching.launch(
+        "conv_gemm",
+        tiles * splits,
+        threads_of(tile),
+        *(x.x, weight, bias, y, *norm, *limits, period, *of_backward, valid),
+        *((None, 0, 0) if counts is None else (leaves, parts, skipped)),
+        *(partial, tickets, own, *shape),
+        shared=shared_of(tile, backward is not None, terms()),
+        defines=defines,
+    )
+    if counts is not None:
+        return fold.partial_of_leaves(leaves, tree, parts, fold.merge_moments)
+    return None
+
+
+def dweight_of(dy, x, weight, shape, tree, with_bias=False):
+    """Return the Partials of the gradients of the weights and, if `with_bias`, of the bias.
+
+    Only the shape of `weight` is used. `dy` must be zero in unused lanes.
+    """
+    if is_direct(shape):
+        x, dy = _stored(batchnorm.read(x)), _stored(dy)
+        leaves, per_block = conv_direct.dweight_leaves(dy, x, shape, tree)
+        dbias = batchnorm.channel_sums(dy, tree) if with_bias else None
+        return fold.partial_of_leaves(leaves, tree, per_block, like=weight), dbias
+    x, dy, device = operand(x), _stored(dy), launching.device()
+    is_float = dy.dtype == np.float32
+    tile = dweight_tile(shape, is_float)
+    tiles = -(-shape.width_of_filter // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups
+    slots = device.processors * tile["MIN_BLOCKS"]
+    pixels = shape.out_height * shape.out_width
+    images = images_per_leaf(tiles, pixels, tree.leaves, slots)
+    ranges, ends = _ranges(tree, images, tiles, pixels, slots)
+    longest = max((count for _, count in ranges), default=1)
+    levels = 0 if longest == 1 else max(1, (longest - 1).bit_length() if not tree.plain else 1)
+    leaves = array.empty((len(ranges), weight.size))
+    of_bias = array.empty((len(ranges), shape.filters)) if with_bias else None
+    table = None if longest == 1 else launching.constant(np.array(ranges, np.int32))
+    defines = definitions(tile, shape, device) | {
+        "VECTOR_X": _vector(shape.channels // shape.groups, x.period, x.x),
+        "VECTOR_Y": _vector(shape.filters_of_group, 1, dy),
+        "INPUT": int(x.is_normalized),
+        "LEVELS": levels,
+    }
+    launching.launch(
+        "conv_dweight",
+        len(ranges) * tiles,
+        threads_of(tile),
+        *(dy, x.x, table, leaves, of_bias, *x.norm, x.low, x.high),
+        *(x.period if x.is_normalized else shape.channels, int(tree.plain), images, *shape),
+        shared=shared_of_dweight(tile, levels, dy.dtype.itemsize),
+        defines=defines,
+    )
+    sums = [
+        None
+        if values is None
+        else fold.partial_of_leaves(values, tree, LANES // images, like=like, ranges=ends)
+        for values, like in ((leaves, weight), (of_bias, None))
+    ]
+    return sums[0], sums[1]
+
+
+def images_per_leaf(tiles, pixels, blocks, slots):
+    """Return the number of images per leaf of the weight gradient: 1, 2, 4, 8 or 16.
+
+    A leaf is the sum of the gradients of consecutive images. With fewer images per leaf there are
+    more tiles, but also more leaves to write and fold. The result minimizes the time of all tiles
+    of the mini-batch on one GPU, which computes `slots` tiles at a time.
+
+    Parameters
+    ----------
+    tiles : int
+        Number of tiles per leaf.
+    pixels : int
+        Number of pixels of an output image.
+    blocks : int
+        Number of blocks of 16 images in the global mini-batch.
+    slots : int
+        Number of tiles that the GPU computes at a time.
+    """
+
+    def cost(images):
+        waves = -(-blocks * (LANES // images) * tiles // slots)
+        return waves * (images * pixels + START), -images
+
+    return min((1, 2, 4, 8, LANES), key=cost)
+
+
+def _ranges(tree, images, tiles, pixels, slots):
+    """Divide this rank's leaves into ranges that blocks of threads fold; return (ranges, ends).
+
+    A range is (first leaf, number of leaves), and is itself a node of the tree. `ends` has a pair
+    (first range, number of ranges) for each node of this rank. How the leaves are divided does not
+    change the bytes, so it may depend on this rank's share. The nodes of a plain sum are not
+    divided.
+    """
+    start, per_block = tree.run[0], LANES // images
+    nodes = [((a - start) * per_block, (b - start) * per_block) for a, b in tree.nodes[tree.rank]]
+    if tree.plain:
+        size = max([b - a for a, b in nodes], default=1)
+    elif images < LANES:
+        size = 1
+    else:
+
+        def cost(size):
+            count = sum(-(-(b - a) // size) for a, b in nodes)
+            return -(-count * tiles // slots) * (size * images * pixels + START), -size
+
+        size = min((1 << level for level in range(LEVELS + 1)), key=cost)
+    ranges, ends = [], []
+    for first, stop in nodes:
+        parts = [(i, min(size, stop - i)) for i in range(first, stop, size)]
+        ends.append((len(ranges), len(parts)))
+        ranges += parts
+    return ranges, ends
+
+
+def _vector(channels, period, *arrays):
+    """Return how many values to copy at once: the most that fit into 16 bytes and are aligned."""
+    most = 16 // arrays[0].dtype.itemsize
+    whole = math.gcd(channels, period if period > 1 else channels)
+    return next(
+        n
+        for n in (most, most // 2, most // 4, 1)
+        if n and whole % n == 0 and all(a.offset % (n * a.dtype.itemsize) == 0 for a in arrays)
+    )
+
+
+def definitions(tile, shape, device):
     """Return the preprocessor definitions {name: value} for compiling a convolution kernel.
 
     If the device compiles a kernel for each layer (`specialize`), the definitions contain the
     shape. Otherwise the shape occupies registers, and the kernel is compiled for fewer resident
     thread blocks per multiprocessor.
     """
-    defines = {**tile, **values, "PRECISION": PRODUCTS[settings.precision]}
+    defines = {**tile, "TERMS": terms()}
     if getattr(device, "specialize", False):
         defines["CONV_SHAPE"] = ",".join(map(str, shape))
     else:
-        defines["MIN_BLOCKS"] = tile["MIN_BLOCKS"] // 2
+        defines["MIN_BLOCKS"] = max(1, tile["MIN_BLOCKS"] // 2)
     return defines
 
 
@@ -243,9 +451,36 @@ def threads_of(tile):
     return warps * 32
 
 
+def shared_of(tile, has_two_inputs, terms):
+    """Return the bytes of shared memory of conv_gemm."""
+    rows = tile["BM"] * (2 if has_two_inputs else 1) + tile["BN"] * (2 if terms == 3 else 1)
+    return tile["STAGES"] * rows * STEP
+
+
+def shared_of_dweight(tile, levels, itemsize):
+    """Return the bytes of shared memory of conv_dweight: stages, levels, and parts of SPLIT."""
+    rows, columns = tile["BM"], tile["BN"]
+    pitches = rows + 8 + columns + (0 if columns % 32 == 24 else 8)
+    kept = levels * (rows + 1) * columns + (tile["SPLIT"] - 1) * rows * columns
+    return tile["STAGES"] * pitches * PIXELS * itemsize + 4 * kept
+
+
 def columns_of(shape, columns):
     """Return the number of tiles of this many columns that cover the filters of a group."""
     return -(-shape.filters_of_group // columns)
+
+
+def tiles_of(shape, images, height, skipped=0, is_backward=False):
+    """Return the number of tiles of this many rows that cover the output pixels.
+
+    For backward-data, pixels with different remainders modulo the stride are in different tiles.
+    """
+    if images == 0:
+        return 0
+    strides = (shape.stride_down, shape.stride_across) if is_backward else (1, 1)
+    sizes = zip((shape.out_height, shape.out_width), strides, strict=True)
+    down, across = ([-(-(size - i) // step) for i in range(step)] for size, step in sizes)
+    return sum(-(-(images * p * q + skipped) // height) for p in down for q in across)
 
 
 def _columns(filters):
@@ -256,30 +491,45 @@ def _columns(filters):
     return min(COLUMNS, key=lambda n: (-(-filters // n) * (n + 16), -n))
 
 
+def _power(n):
+    """Return the smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 @functools.lru_cache(maxsize=256)
-def gemm_tile(shape, rows, processors):
-    """Return the macros BM, BN, WM, WN, STAGES and MIN_BLOCKS of conv_gemm, as a dict.
+def gemm_tile(shape, rows, processors, shared, terms):
+    """Return the macros BM, BN, WM, WN, STAGES, MIN_BLOCKS and SPLITS of conv_gemm, as a dict.
 
     `rows` is the total number of output pixels. A tile has 128 rows, or 64 if tiles of 128 rows
-    would give each multiprocessor fewer than two thread blocks.
+    would give each multiprocessor fewer than two thread blocks. If there are still few tiles,
+    SPLITS thread blocks share the steps of a tile.
     """
     columns = _columns(shape.filters_of_group)
-    blocks = -(-rows // 128) * columns_of(shape, columns) * shape.groups
-    height = 128 if blocks >= 2 * processors else 64
+    across = columns_of(shape, columns) * shape.groups
+    height = 128 if -(-rows // 128) * across >= 2 * processors else 64
     wide = COLUMNS[columns] < columns  # two warps next to each other
     resident = (2 if wide else 5 if columns < 32 else 4) * (128 // height)
+    stages = 3 if wide else 2
+    bytes_of_stage = (height + columns * (2 if terms == 3 else 1)) * STEP
+    if stages * bytes_of_stage * resident > shared:
+        stages = 2
+    depth = shape.width_of_filter // (32 if settings.precision != "bf16" else 64)
+    tiles, splits = -(-rows // height) * across, 1
+    while 2 * splits * tiles <= processors and depth >= 2 * splits * SHORTEST:
+        splits *= 2
     return {
         "BM": height,
         "BN": columns,
         "WM": 32,
         "WN": COLUMNS[columns],
-        "STAGES": 3 if wide else 2,
+        "STAGES": stages,
         "MIN_BLOCKS": resident,
+        "SPLITS": splits,
     }
 
 
 @functools.lru_cache(maxsize=256)
-def dweight_tile(shape):
+def dweight_tile(shape, is_float):
     """Return the macros BM, BN, WM, WN, SPLIT, STAGES and MIN_BLOCKS of conv_dweight, as a dict.
 
     A thread block has at least four warps. If the tile is too small for four warps, SPLIT groups of
@@ -288,10 +538,10 @@ def dweight_tile(shape):
     columns = _columns(shape.filters_of_group)
     across = columns // COLUMNS[columns]
     width = shape.width_of_filter
-    height = min((64, 128), key=lambda n: -(-width // n) * (n + 16)) if width > 32 else 32
+    height = min(HEIGHTS, key=lambda n: -(-width // n) * (n + 16)) if width > 32 else 32
     if across == 1:
-        height = min(height, 64)
-    split = max(1, 4 // (height // 32 * across))
+        height = min(height, 96)
+    split = min(max(1, 4 // (height // 32 * across)), 4 if is_float else 2)
     return {
         "BM": height,
         "BN": columns,

@@ -5,12 +5,10 @@ These kernels run on any GPU. `conv` uses this module if the GPU has no TF32 ten
 these kernels.
 """
 
-import functools
 import math
 
 import numpy as np
 
-from mpidl.backends import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.core.blocks import LANES
 
@@ -19,45 +17,43 @@ ROWS, COLUMNS, THREADS = 64, 32, 256
 LARGEST = 1 << 31  # offsets within an image or the weights are C ints
 
 
-@functools.lru_cache(maxsize=256)
-def _sizes(x_shape, weight_shape, geometry):
-    """Return the integer arguments that all three kernels have, and the output shape (K, P, Q).
+def _numbers(shape):
+    """Return the integer arguments that all three kernels have, for a `conv.Shape`.
 
     Raise ValueError if the images or weights are too large.
     """
-    stride, padding, dilation, groups = geometry
-    k, _, r, s = weight_shape
-    _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
-    for kind, shape in ("images", x_shape), ("images", (k, p, q)), ("weights", weight_shape):
-        if math.prod(shape) >= LARGEST:
-            raise ValueError(f"conv2d: {kind} {shape} are too large: at most 2^31 - 1 elements fit")
-    (top, _), (left, _) = padding
-    return (*x_shape, k, p, q, r, s, *stride, top, left, *dilation, groups), (k, p, q)
+    images = shape.channels, shape.height, shape.width
+    outputs = shape.filters, shape.out_height, shape.out_width
+    weights = shape.filters, shape.width_of_filter
+    for kind, size in ("images", images), ("images", outputs), ("weights", weights):
+        if math.prod(size) >= LARGEST:
+            raise ValueError(f"conv2d: {kind} {size} are too large: at most 2^31 - 1 elements fit")
+    return *images, *outputs, *shape[6:]
 
 
 def _tiles(size, tile):
     return -(-size // tile)
 
 
-def forward(x, weight, bias, geometry):
+def forward(x, weight, bias, shape):
     """Return the convolution of x, (blocks, K, P, Q, 16), plus the bias unless it is None."""
-    blocks, *image, lanes = x.dims
-    numbers, (k, p, q) = _sizes(tuple(image), weight.dims, geometry)
-    y = array.empty_lanes((blocks, k, p, q, lanes))
-    images, groups = blocks * lanes, geometry.groups
-    grid = _tiles(images * p * q, ROWS), _tiles(k // groups, COLUMNS), groups
-    launching.launch("conv_direct_forward", grid, THREADS, x, weight, bias, y, images, *numbers)
+    blocks, outputs = len(x), (shape.filters, shape.out_height, shape.out_width)
+    y, images = array.empty_lanes((blocks, *outputs, LANES), x.dtype), blocks * LANES
+    pixels = images * shape.out_height * shape.out_width
+    grid = _tiles(pixels, ROWS), _tiles(shape.filters_of_group, COLUMNS), shape.groups
+    arrays, numbers = (x, weight, bias, y), _numbers(shape)
+    launching.launch("conv_direct_forward", grid, THREADS, *arrays, images, *numbers)
     return y
 
 
-def dx(dy, x, weight, geometry):
+def dx(dy, x, weight, shape):
     """Return the gradient with respect to x. Only the shape of `x` is used."""
-    blocks, c, h, w, lanes = x.dims
-    numbers, _ = _sizes((c, h, w), weight.dims, geometry)
-    gradient = array.empty_like(x)
-    images, groups = blocks * lanes, geometry.groups
-    grid = _tiles(images * h * w, ROWS), _tiles(c // groups, COLUMNS), groups
-    launching.launch("conv_direct_dx", grid, THREADS, dy, weight, gradient, images, *numbers)
+    gradient, images = array.empty_like(x, dy.dtype), len(x) * LANES
+    channels = shape.channels // shape.groups
+    pixels = images * shape.height * shape.width
+    grid = _tiles(pixels, ROWS), _tiles(channels, COLUMNS), shape.groups
+    arrays, numbers = (dy, weight, gradient), _numbers(shape)
+    launching.launch("conv_direct_dx", grid, THREADS, *arrays, images, *numbers)
     return gradient
 
 
@@ -67,41 +63,20 @@ def with_bias(y, bias):
     return batchnorm.batchnorm(y, launching.constant(zeros), launching.constant(zeros + 1), bias)
 
 
-def images_per_leaf(tiles, tree):
-    """Return the number of images per leaf of the weight gradient: 1, 2, 4, 8 or 16.
-
-    A leaf is the sum of the gradients of consecutive images. With fewer images per leaf there are
-    more CTAs (thread blocks), but also more leaves to write and fold. The result is the largest
-    number that would give each multiprocessor two CTAs if all images were on this GPU. If no number
-    does, the result is 1.
-
-    Parameters
-    ----------
-    tiles : int
-        Number of CTAs per leaf.
-    tree : Tree
-        The reduction tree over the global mini-batch, in blocks of 16 images.
-    """
-    images = LANES
-    while images > 1 and LANES // images * tree.leaves * tiles < 2 * launching.device().processors:
-        images //= 2
-    return images
-
-
-def dweight_leaves(dy, x, weight, geometry, tree):
+def dweight_leaves(dy, x, shape, tree):
     """Return (leaves of the weight gradient, number of leaves per block of 16 images).
 
-    The leaves are a float32 Array (leaves, weight.size), with the memory order of the weights. A
-    leaf is the sum of the gradients of 1, 2, 4, 8 or 16 consecutive images. Only the shape of
-    `weight` is used. `dy` must be zero in lanes (image slots) that hold no image.
+    The leaves are a float32 Array (leaves, number of weights), with the memory order of the
+    weights. A leaf is the sum of the gradients of 1, 2, 4, 8 or 16 consecutive images: the most
+    that would give each multiprocessor two CTAs if all images were on this GPU. `dy` must be zero
+    in lanes (image slots) that hold no image.
     """
-    blocks, *image, lanes = x.dims
-    numbers, (k, _, _) = _sizes(tuple(image), weight.dims, geometry)
-    groups = geometry.groups
-    width = math.prod(weight.dims[1:])
-    tiles = _tiles(k // groups, ROWS) * _tiles(width, COLUMNS)
-    images = images_per_leaf(tiles * groups, tree)
-    leaves = array.empty((blocks * (lanes // images), weight.size))
-    grid = len(leaves) * tiles, 1, groups
-    launching.launch("conv_direct_dweight", grid, THREADS, dy, x, leaves, images, *numbers)
-    return leaves, lanes // images
+    width = shape.width_of_filter
+    tiles, images = _tiles(shape.filters_of_group, ROWS) * _tiles(width, COLUMNS), LANES
+    enough = 2 * launching.device().processors
+    while images > 1 and LANES // images * tree.leaves * tiles * shape.groups < enough:
+        images //= 2
+    leaves = array.empty((len(x) * (LANES // images), shape.filters * width))
+    grid, arrays = (len(leaves) * tiles, 1, shape.groups), (dy, x, leaves)
+    launching.launch("conv_direct_dweight", grid, THREADS, *arrays, images, *_numbers(shape))
+    return leaves, LANES // images

@@ -34,7 +34,7 @@ class Nodes(list, OnDevice):
         self.matrix, self.like = matrix, like
 
 
-def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=None):
+def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=None, ranges=None):
     """Fold this rank's leaves into nodes, and return the sum as a Partial.
 
     The leaves may be overwritten.
@@ -54,18 +54,22 @@ def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=Non
     like : Array, optional
         Array with the shape and memory layout that the sum must get. For the gradient of weights,
         this is the Array of the weights. By default, the sum is in C order.
+    ranges : list of (first row, number of rows), optional
+        The rows of `values` to fold into each node of this rank, if `values` holds larger nodes
+        than leaves.
     """
     start, stop = tree.run
     rows = (stop - start) * per_block
-    if per_block & (per_block - 1) or values.ndim != 2 or len(values) != rows:
+    if per_block & (per_block - 1) or values.ndim != 2 or (ranges is None and len(values) != rows):
         raise ValueError(
             f"expected a power of two as the number of rows for each of {stop - start} blocks, "
             f"got shape {values.shape}, {per_block} rows per block"
         )
-    ranges = [
-        ((first - start) * per_block, (last - first) * per_block)
-        for first, last in tree.nodes[tree.rank]
-    ]
+    if ranges is None:
+        ranges = [
+            ((first - start) * per_block, (last - first) * per_block)
+            for first, last in tree.nodes[tree.rank]
+        ]
     matrix = fold_rows(values, ranges, combine)
     rows = [_seen_as(matrix.row(i), shape, like) for i in range(len(ranges))]
     shape = like.shape if like is not None else values.shape[1:] if shape is None else shape

@@ -32,6 +32,7 @@ ELEMENTS = {
 }
 # The types of arrays of `value` (common.cuh): for bfloat16, a unit is compiled with BF16 defined.
 VALUES = np.dtype("f4"), BF16
+RESULTS = [*VALUES]  # the types of arrays of `result` (conv_gemm.cu), whatever the other arrays are
 NEEDS = {"conv_dweight": 80, "conv_gemm": 80}  # {family: oldest GPU architecture that can run it}
 
 
@@ -115,8 +116,8 @@ def signatures(text):
 
 def _argument(parameter):
     if parameter.is_pointer:
-        is_value = parameter.type == "value"
-        elements = VALUES if is_value else (np.dtype(ELEMENTS[parameter.type]),)
+        kinds = {"value": VALUES, "result": RESULTS}
+        elements = kinds.get(parameter.type) or (np.dtype(ELEMENTS[parameter.type]),)
         return Argument(parameter.name, elements, is_const=parameter.is_const)
     return Argument(parameter.name, ctype=NUMBERS[parameter.type])
 

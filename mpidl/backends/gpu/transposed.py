@@ -4,7 +4,7 @@ The forward pass uses the backward kernel, and the backward pass uses the forwar
 """
 
 from mpidl.backends import shapes
-from mpidl.backends.gpu import array, batchnorm, conv, fold
+from mpidl.backends.gpu import array, batchnorm, conv
 from mpidl.backends.gpu.array import Array
 
 
@@ -12,7 +12,7 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
     blocks, *image, lanes = x.dims
     shape = blocks, *shapes.transposed_conv2d_shape(image, weight.dims, stride, cropping), lanes
     like = Array(None, x.dtype, shape, order=array.order_of_lanes(shape))  # an Array without memory
-    return conv.dx_of(x, like, weight, shapes.Geometry(stride, cropping), None, bias)
+    return conv.dx_of(x, like, weight, shapes.Geometry(stride, cropping), None, bias)[0]
 
 
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
@@ -21,6 +21,6 @@ def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, ne
     if needs[0]:
         dx = conv.conv2d(dy, weight, None, geometry)
     if needs[1]:
-        leaves, per_block = conv.leaves_of(x, dy, weight, geometry, tree)[:2]
-        dweight = fold.partial_of_leaves(leaves, tree, per_block, like=weight)
+        shape = conv.shape_of(dy.dims[1:-1], weight.dims, geometry)
+        dweight, _ = conv.dweight_of(x, dy, weight, shape, tree)
     return dx, dweight, batchnorm.channel_sums(dy, tree) if needs[2] else None

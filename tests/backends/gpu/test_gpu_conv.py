@@ -48,12 +48,10 @@ class Layer:
             self.dy, self.x, weight, self.geometry, self.counts, self.tree, needs
         )
 
-    def leaves(self):
-        return conv.leaves_of(self.dy, self.x, self.weight, self.geometry, self.tree)
-
     def products(self):
-        """Return the bytes of y, dx and the leaves of dweight."""
-        values = self.forward(), self.backward()[0], self.leaves()[0]
+        """Return the bytes of y, dx and the nodes of dweight and dbias."""
+        dx, *sums, _ = self.backward(needs=(True, True, True))
+        values = self.forward(), dx, *(node for total in sums for node in total.terms[0].nodes)
         return [value.numpy().tobytes() for value in values]
 
 
@@ -96,11 +94,13 @@ def test_tf32_products_match_float64_to_three_digits(emulated, monkeypatch, labe
     "label", ["3x3", pytest.param("several tiles", marks=pytest.mark.slow("gpu"))]
 )
 def test_tile_size_does_not_change_a_byte(emulated, monkeypatch, label):
+    monkeypatch.setattr(conv, "SHORTEST", 1000)  # no tile is shared by several thread blocks
+    conv.gemm_tile.cache_clear()
     outputs = []
     for processors, height in ((132, 64), (1, 128)):
-        with emulated(processors=processors):
+        with emulated(processors=processors) as device:
             layer = Layer(label, 3)
-            assert {tile["BM"] for tile in tiles_of(layer, processors)} == {height}
+            assert {tile["BM"] for tile in tiles_of(layer, device)} == {height}
             outputs.append(layer.products()[:2])
     monkeypatch.setattr(conv, "_columns", lambda filters: 32)
     conv.gemm_tile.cache_clear()
@@ -110,12 +110,34 @@ def test_tile_size_does_not_change_a_byte(emulated, monkeypatch, label):
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def tiles_of(layer, processors):
+def tiles_of(layer, device):
     """Yield the tiles of the forward pass and of the gradient of the input."""
     shape = conv.shape_of(layer.x.dims[1:-1], layer.weight.dims, layer.geometry)
     images = len(layer.x) * LANES
     for product in (shape, shape.turned()):
-        yield conv.gemm_tile(product, images * product.out_height * product.out_width, processors)
+        rows = images * product.out_height * product.out_width
+        yield conv.gemm_tile(product, rows, device.processors, device.shared, conv.terms())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_thread_blocks_that_share_a_tile_add_up_in_order(emulated, monkeypatch, precision, order):
+    """The order in which they arrive does not matter; on a small GPU, no tile is shared."""
+    monkeypatch.setattr(settings, "precision", precision)
+    monkeypatch.setattr(conv, "SHORTEST", 1)
+    outputs = []
+    for processors, schedule in ((10_000, 0), (10_000, order), (1, 0)):
+        conv.gemm_tile.cache_clear()
+        with emulated(order=schedule, processors=processors) as device:
+            layer = Layer("several tiles", 2)
+            (forward, *_) = tiles_of(layer, device)
+            assert (forward["SPLITS"] > 1) == (processors > 1)
+            outputs.append(layer.forward().astype("f4").numpy())
+            again = layer.forward().astype("f4").numpy()
+            assert again.tobytes() == outputs[-1].tobytes()
+    conv.gemm_tile.cache_clear()
+    assert outputs[0].tobytes() == outputs[1].tobytes()
+    assert relative(outputs[0], outputs[2]) < {"fp32": LIMITS["fp32"], "bf16": 2e-3}[precision]
 
 
 @pytest.mark.parametrize("label", ["3x3", "unequal in both directions"])
@@ -154,14 +176,38 @@ def test_nan_and_infinity_spread_to_their_windows_only(device, monkeypatch, prec
     assert np.isfinite(y[..., :5]).all() and np.isfinite(y[..., 6:]).all()
 
 
-@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("images", [1, 2, 4, 8, 16])
-def test_dweight_from_leaves_of_any_size(device, monkeypatch, images, direct):
-    monkeypatch.setattr(settings, "direct", direct)
-    monkeypatch.setattr(conv_direct, "images_per_leaf", lambda *_: images)
-    leaves, per_block = Layer("3x3", 2).leaves()
-    assert len(leaves) == 2 * per_block == 2 * LANES // images
-    assert errors_of("3x3", 2)[2] <= LIMITS["fp32"]
+def test_dweight_from_leaves_of_any_size(device, monkeypatch, images):
+    monkeypatch.setattr(conv, "images_per_leaf", lambda *_: images)
+    *_, dweight_error, dbias_error = errors_of("3x3", 2)
+    assert max(dweight_error, dbias_error) <= LIMITS["fp32"]
+
+
+@pytest.mark.parametrize("processors", [1, 1000])
+def test_dweight_from_leaves_of_any_size_without_tensor_cores(emulated, monkeypatch, processors):
+    monkeypatch.setattr(settings, "direct", True)
+    with emulated(processors=processors):
+        layer = Layer("3x3", 2)
+        shape = conv.shape_of(layer.x.dims[1:-1], layer.weight.dims, layer.geometry)
+        arguments = layer.dy, layer.x, shape, layer.tree
+        assert conv_direct.dweight_leaves(*arguments)[1] == (1 if processors == 1 else LANES)
+        assert errors_of("3x3", 2)[2] <= LIMITS["fp32"]
+
+
+@pytest.mark.parametrize("run", [(0, 16), (3, 14), (5, 6)])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("processors", [1, 132])
+def test_a_thread_block_folds_leaves_by_the_tree(emulated, run, plain, processors):
+    """How many leaves a thread block folds depends on the device, the bytes do not."""
+    outputs = []
+    for levels in (0, conv.LEVELS):
+        with pytest.MonkeyPatch.context() as patch, emulated(processors=processors):
+            patch.setattr(conv, "LEVELS", levels)
+            patch.setattr(conv, "images_per_leaf", lambda *_: LANES)
+            layer = Layer("3x3", run[1] - run[0])
+            layer.tree = Tree(16, ((0, run[0]), run, (run[1], 16)), 1, plain)
+            outputs.append(layer.products()[2:])
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("reason", ["architecture", "settings", "size"])
@@ -185,18 +231,22 @@ def test_other_memory_layouts_are_refused(device):
             layer.backward(needs=needs)
 
 
-def test_leaf_size_depends_on_the_mini_batch_not_on_the_share(device, monkeypatch):
-    """Leaves are larger if there are enough tiles or images to fill the device."""
-    monkeypatch.setattr(device, "processors", 100)
-    sizes = [
-        conv_direct.images_per_leaf(tiles, tree)
-        for tiles in (1, 3, 10, 100)
-        for tree in (Tree(8, ((0, 8),), 0), Tree(8, ((0, 5), (5, 8)), 1))
-    ]
-    assert sizes == [1, 1, 1, 1, 4, 4, 16, 16]
+def test_leaves_of_dweight_leave_no_tail(device):
+    """On a GPU with 132 processors, ResNet-50's tiles take at most 1.35 times as long as ideal."""
+    for filters, width, size in (
+        *((64, 576, 56), (256, 64, 56), (128, 256, 56), (128, 1152, 28)),
+        *((512, 128, 28), (256, 512, 28), (256, 2304, 14), (1024, 256, 14), (512, 4608, 7)),
+    ):
+        blocks, slots, pixels = 16, 132 * 4, size * size
+        tiles = -(-filters // 64) * -(-width // 64)
+        images = conv.images_per_leaf(tiles, pixels, blocks, slots)
+        waves = -(-blocks * LANES // images * tiles // slots)
+        ideal = blocks * LANES * tiles * pixels / slots
+        assert waves * images * pixels <= 1.35 * ideal, (filters, width, size)
 
 
 def test_too_large_layers_are_refused():
     geometry = Geometry((1, 1), ((0, 0), (0, 0)))
+    shape = conv.shape_of((1 << 11, 1 << 10, 1 << 10), (1, 1 << 11, 1, 1), geometry)
     with pytest.raises(ValueError, match="too large"):
-        conv_direct._sizes((1 << 11, 1 << 10, 1 << 10), (1, 1 << 11, 1, 1), geometry)
+        conv_direct._numbers(shape)

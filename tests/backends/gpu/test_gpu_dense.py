@@ -10,7 +10,7 @@ import pytest
 from single_rank import numbers
 
 from mpidl.backends import REFERENCE as reference
-from mpidl.backends.gpu import array, dense, launching
+from mpidl.backends.gpu import array, conv, dense, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.core.blocks import LANES
 from mpidl.core.fold import Counter, Tree
@@ -96,44 +96,13 @@ def test_gradients_have_the_memory_layout_of_their_values(device, outputs, image
     assert len(nodes(dweight)) == len(nodes(dbias)) == 1
 
 
-@pytest.mark.parametrize("outputs", [5, 20])
-def test_long_chunks_are_added_in_runs(device, monkeypatch, outputs):
-    monkeypatch.setattr(dense, "SHORTEST", 600)
-    layer = Layer(outputs, (599,))
-    assert dense.chunk_of(outputs, 599) == 608
-    assert_near(layer.forward(), layer.exact()[0])
-    layer = Layer(300, (9,))  # each element of dx is a sum of 300 products
-    assert_near(layer.dx(), layer.exact()[1])
-
-
-@pytest.mark.parametrize("outputs, image", [(20, (30,)), (70, (9, 3, 5)), (68, (300,))])
-def test_large_tiles_give_the_same_bytes(device, monkeypatch, outputs, image):
-    """Large tiles are used if they fill the device, as on a device with one processor."""
-    layer = Layer(outputs, image, 10)
-    small = [layer.forward(), layer.dx()]
-    assert {"dense_many", "dense_dx"} <= set(device.launched)
-    monkeypatch.setattr(device, "processors", 1)
-    large = [layer.forward(), layer.dx()]
-    assert [v.tobytes() for v in large] == [v.tobytes() for v in small]
-    assert {"dense_large", "dense_dx_large"} <= set(device.launched)
-    for value, exact in zip(small, layer.exact(), strict=True):
-        assert_near(value, exact)
-
-
-def test_runs_keep_rounding_small(device, monkeypatch):
+@pytest.mark.parametrize("outputs", [5, 300])
+def test_long_sums_are_added_in_runs(device, outputs):
     """Adding 10^4 numbers of equal sign one by one would give a relative error of 1e-5."""
-    monkeypatch.setattr(dense, "SHORTEST", 20000)
-    layer = Layer(1, (10000,), 1, LANES)
+    layer = Layer(outputs, (10000,), 1, LANES)
     layer.x, layer.weight = abs(layer.x), abs(layer.weight)
     exact = layer.exact()[0]
     assert abs(layer.forward() - exact).max() < 1e-6 * exact.max()
-
-
-@pytest.mark.parametrize("outputs, features", [(10, 11520), (4096, 9216), (1000, 4096), (3, 5)])
-def test_chunks_fill_a_gpu(outputs, features):
-    chunk = dense.chunk_of(outputs, features)
-    tiles = -(-outputs // (64 if outputs > 16 else 16)) * -(-features // chunk)
-    assert chunk % 16 == 0 and tiles >= min(128, features // 128) // 2
 
 
 def nodes_of_single_blocks(layer, tree):
@@ -156,6 +125,7 @@ def test_dweight_is_folded_by_the_tree(
 ):
     """The device's number of processors determines how sums are split, but not their bytes."""
     monkeypatch.setattr(device, "processors", processors)
+    monkeypatch.setattr(conv, "images_per_leaf", lambda *_: LANES)  # one block has other leaves
     tree = Tree(blocks, ((0, run[0]), run, (run[1], blocks)), 1, plain)
     layer = Layer(outputs, (9,), run[1] - run[0], LANES)
     dweight = nodes(layer.backward(tree, ONLY_DWEIGHT)[1])
@@ -165,13 +135,12 @@ def test_dweight_is_folded_by_the_tree(
 
 
 def test_a_node_of_many_blocks_is_folded_in_parts(device, monkeypatch):
-    kernels = dense.FOLDS | {"dense_dweight_long": (64, 32, 32)}
-    monkeypatch.setattr(dense, "FOLDS", kernels)
     monkeypatch.setattr(device, "processors", 1)
+    monkeypatch.setattr(conv, "images_per_leaf", lambda *_: LANES)
     layer = Layer(17, (3,), 45, LANES)
     tree = single_rank_tree(45)
     (node,) = nodes(layer.backward(tree, ONLY_DWEIGHT)[1])
-    assert "dense_dweight_long" in device.launched and "fold_float" in device.launched
+    assert {"conv_dweight", "fold_float"} <= set(device.launched)
     assert node.tobytes() == nodes_of_single_blocks(layer, tree)[0].tobytes()
 
 
