@@ -1,10 +1,11 @@
 """Compute convolutions on tensor cores with kernels/cuda/conv_gemm.cu and conv_dweight.cu.
 
-`conv_direct` computes the convolution instead if the GPU has no TF32 tensor cores, if
-`settings.direct` is set, or if the images are too large. The sizes of leaves (partial sums over a
-few images) and tiles depend on the shape of the layer, the global mini-batch and the number of
-multiprocessors. These sizes never depend on this rank's share of the mini-batch. Only the sizes of
-leaves and the number of blocks that share a tile change the bytes of the result.
+`conv_depthwise` computes depthwise convolutions. `conv_direct` computes any convolution instead if
+the GPU has no TF32 tensor cores, if `settings.direct` is set, or if the images are too large. The
+sizes of leaves (partial sums over a few images) and tiles depend on the shape of the layer, the
+global mini-batch and the number of multiprocessors. These sizes never depend on this rank's share
+of the mini-batch. Only the sizes of leaves and the number of blocks that share a tile change the
+bytes of the result.
 """
 
 import functools
@@ -15,7 +16,15 @@ import numpy as np
 
 from mpidl.backends import settings, shapes
 from mpidl.backends.deferred import NormalizedInput
-from mpidl.backends.gpu import activation, array, batchnorm, conv_direct, fold, launching
+from mpidl.backends.gpu import (
+    activation,
+    array,
+    batchnorm,
+    conv_depthwise,
+    conv_direct,
+    fold,
+    launching,
+)
 from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.values import BF16
 
@@ -176,11 +185,25 @@ def conv2d_backward(
 
 
 def is_direct(shape):
-    """Return whether `conv_direct` must compute this convolution."""
+    """Return whether kernels without tensor cores compute this convolution."""
+    return _direct_kernels(shape) is not None
+
+
+def _direct_kernels(shape):
+    """Return the module that computes this convolution without tensor cores, or None."""
+    if conv_depthwise.suits(shape) and not settings.direct:
+        return conv_depthwise
     of_input = (shape.height + shape.top) * (shape.width + shape.left) * shape.channels
     of_output = shape.out_height * shape.out_width * shape.filters
     architecture = int("".join(filter(str.isdigit, launching.device().architecture)))
-    return settings.direct or architecture < 80 or max(of_input, of_output) >= LARGEST
+    is_large = max(of_input, of_output) >= LARGEST
+    return conv_direct if settings.direct or architecture < 80 or is_large else None
+
+
+def _input_of(kernels, x):
+    """Return x as the module `kernels` reads it; only conv_depthwise reads a DeferredInput."""
+    is_read = kernels is conv_depthwise and isinstance(x, DeferredInput)
+    return x if is_read else _stored(batchnorm.read(x))
 
 
 def _is_pointwise(shape):
@@ -211,8 +234,9 @@ def forward(x, weight, bias, geometry, tree=None, counts=None, dtype=None):
     """
     like = x.x if isinstance(x, DeferredInput) else x
     shape = _shape(like, weight, geometry)
-    if is_direct(shape):
-        y = conv_direct.forward(_stored(batchnorm.read(x)), weight, bias, shape)
+    kernels = _direct_kernels(shape)
+    if kernels is not None:
+        y = kernels.forward(_input_of(kernels, x), weight, bias, shape)
         return y, None if counts is None else batchnorm.moments(y, counts, tree)
     size = shape.filters, shape.out_height, shape.out_width
     x = operand(x)
@@ -238,8 +262,9 @@ def dx_of(dy, x, weight, geometry, tree, bias=None, backward=None):
     of its input.
     """
     shape = _shape(x, weight, geometry, dy)
-    if is_direct(shape):
-        dx = conv_direct.dx(dy, x, weight, shape)
+    kernels = _direct_kernels(shape)
+    if kernels is not None:
+        dx = kernels.dx(dy, x, weight, shape)
         return dx if bias is None else conv_direct.with_bias(dx, bias), dy
     dx, dy = array.empty_like(x), _stored(dy)
     weight = prepared(weight, shape, turned=True)
@@ -322,9 +347,10 @@ def dweight_of(dy, x, weight, shape, tree, with_bias=False):
 
     Only the shape of `weight` is used. `dy` must be zero in unused lanes.
     """
-    if is_direct(shape):
-        x, dy = _stored(batchnorm.read(x)), _stored(dy)
-        leaves, per_block = conv_direct.dweight_leaves(dy, x, shape, tree)
+    kernels = _direct_kernels(shape)
+    if kernels is not None:
+        x, dy = _input_of(kernels, x), _stored(dy)
+        leaves, per_block = kernels.dweight_leaves(dy, x, shape, tree)
         dbias = batchnorm.channel_sums(dy, tree) if with_bias else None
         return fold.partial_of_leaves(leaves, tree, per_block, like=weight), dbias
     x, dy, device = operand(x), _stored(dy), launching.device()
