@@ -542,6 +542,7 @@ def dweight_tile(shape, is_float):
     if across == 1:
         height = min(height, 96)
     split = min(max(1, 4 // (height // 32 * across)), 4 if is_float else 2)
+    warps = height // 32 * across * split
     return {
         "BM": height,
         "BN": columns,
@@ -549,5 +550,5 @@ def dweight_tile(shape, is_float):
         "WN": COLUMNS[columns],
         "SPLIT": split,
         "STAGES": 3,
-        "MIN_BLOCKS": 2 if height == 128 else 4,
+        "MIN_BLOCKS": min(4, 16 // warps),
     }
