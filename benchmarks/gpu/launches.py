@@ -16,7 +16,7 @@ import itertools
 import math
 
 from mpidl.backends import declarations
-from mpidl.backends.gpu import fold, kernels, launching, loss
+from mpidl.backends.gpu import conv_depthwise, fold, kernels, launching, loss
 from mpidl.core.blocks import LANES
 
 # The kernels' names for a convolution's P, Q, R, S, C, K and number of groups.
@@ -24,7 +24,6 @@ SHAPES = (
     ("P", "Q", "R", "S", "C", "K", "groups"),
     ("out_height", "out_width", "taps_down", "taps_across", "channels", "filters", "groups"),
 )
-GATHERED = "pixels", "table"  # parameters of images.cu that are data sets
 # {kernel: the columns of its Table that it reads, and those that it writes}; the columns of other
 # Tables count as read.
 COLUMNS = {
@@ -32,6 +31,7 @@ COLUMNS = {
     "running": (lambda row: row[:2], lambda row: row[2:3]),
     **{name: (lambda row: row[:1], lambda row: row[1:2]) for name in fold.KERNELS},
     **{name: (lambda row: row[:3], lambda row: row[3:4]) for name in loss.SUMS},
+    "images_gather": (lambda row: [_gathered(row), *row[1:9]], lambda row: row[9:10]),
 }
 
 
@@ -54,6 +54,12 @@ def _arrays(launch):
     return arrays
 
 
+def _gathered(row):
+    """Return the part of a data set that is as large as what a row of images_gather reads."""
+    source, images = row[0], row[18]
+    return source.part(0, (min(len(source), images), *source.shape[1:]))
+
+
 def _images(launch):
     """Return the number of images of the first array per image, or 0 if there is none."""
     return next((a.shape[0] * LANES for a in _arrays(launch) if _is_per_image(a)), 0)
@@ -65,7 +71,7 @@ def _is_per_image(array):
 
 def bytes_of(launch) -> tuple[int, int]:
     """Return the number of bytes that a launch reads, and the number that it writes."""
-    declared, images = _declared(launch.unit.family)[launch.name], _images(launch)
+    declared = _declared(launch.unit.family)[launch.name]
     read, written = {}, {}  # {(address, bytes): bytes}, so that each array counts once
     in_tables = [0, 0]
     for value, parameter in zip(launch.arguments, declared.parameters, strict=True):
@@ -73,11 +79,8 @@ def bytes_of(launch) -> tuple[int, int]:
             sizes = map(sum, zip(*map(_row_counter(launch.name), value.rows), strict=True))
             in_tables = [a + b for a, b in zip(in_tables, sizes, strict=True)]
         elif isinstance(value, launching.Array):
-            nbytes = value.nbytes
-            if parameter.name in GATHERED and launch.unit.family == "images":
-                nbytes = nbytes // len(value) * min(len(value), images)
             side = read if parameter.is_const else written
-            side[value.address, value.nbytes] = nbytes
+            side[value.address, value.nbytes] = value.nbytes
     return sum(read.values()) + in_tables[0], sum(written.values()) + in_tables[1]
 
 
@@ -179,8 +182,35 @@ def _direct(launch):
     return math.prod(launch.grid) * 64 * 32 * _padded(depth, 32)
 
 
+def _depthwise(launch):
+    """Products of conv_depthwise, whose threads have a run of pixels, perhaps past a row's end.
+
+    The gradient of the input has products only with the taps that reach a pixel of dy.
+    """
+    n, pixels, images = numbers_of(launch), conv_depthwise.PIXELS, _images(launch)
+    if launch.name.endswith("dx"):
+        rows = _reached(n["height"], n["taps_down"], n["stride_down"], n["top"], n["dilation_down"])
+        width = _padded(n["width"], pixels)
+        step, before, spread = n["stride_across"], n["left"], n["dilation_across"]
+        columns = _reached(width, n["taps_across"], step, before, spread)
+    else:
+        rows = n["out_height"] * n["taps_down"]
+        columns = _padded(n["out_width"], pixels) * n["taps_across"]
+    return images * n["channels"] * rows * columns
+
+
+def _reached(size, taps, stride, before, dilation):
+    """Return the number of pairs of a row and a tap between which there is a row of dy."""
+    return sum(_taps(taps, row + before, stride, dilation) for row in range(size))
+
+
 # {family: function of a launch that counts the products}
-ISSUED = {"conv_gemm": _matrix_product, "conv_dweight": _matrix_product, "conv_direct": _direct}
+ISSUED = {
+    "conv_gemm": _matrix_product,
+    "conv_dweight": _matrix_product,
+    "conv_direct": _direct,
+    "conv_depthwise": _depthwise,
+}
 
 
 def issued(launch) -> int:

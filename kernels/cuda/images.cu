@@ -8,73 +8,73 @@ __device__ __forceinline__ float usual(float) { return 1.0f; }
 
 enum { LEFT_TO_RIGHT = 1, TOP_TO_BOTTOM = 2 };  // the bits of `mirrored`
 
-// Returns the option of an image, or 0 if `option` is null.
-__device__ __forceinline__ int said(const int* option, int image) {
-    return option ? option[image] : 0;
-}
+enum { BYTES, FLOATS, WORDS };  // kinds of data sets: images of bytes or of floats, or targets
+
+// A row of the table: the data set (n, C, H, W); the arrays indices, valid, mirrored, top, left,
+// fill, centre and divisor, which may be null; the result; the kind; C, H, W, P, Q, of_pixels; the
+// number of images where `valid` is null, that of the result, and the parts of an image.
+struct Window {
+    const long long* row;
+
+    template <class T> __device__ __forceinline__ T* array(int column) const {
+        return reinterpret_cast<T*>(row[column]);
+    }
+    // Returns the option of an image, or `other` if it is not given.
+    __device__ __forceinline__ int said(int column, int image, int other) const {
+        return row[column] ? array<const int>(column)[image] : other;
+    }
+};
 
 // Mirrors each image as `mirrored` says, and cuts out the window (P, Q) that begins at pixel (top,
-// left). Pixels outside the image have the value of `fill` (C), or 0. The result is (pixel -
-// centre) / divisor, where centre and divisor are given for each channel or, if of_pixels, for each
-// (c, p, q). Image i is number indices[i] of `pixels`, or number i if indices is null. Unused
-// images (from image *valid on) become zero. `parts` blocks of threads share an image.
-template <class T>
-__device__ __forceinline__ void window(const T* pixels, const int* indices, const int* valid,
-                                       const int* mirrored, const int* top, const int* left,
-                                       const T* fill, const float* centre, const float* divisor,
-                                       value* lanes, int C, int H, int W, int P, int Q,
-                                       int of_pixels, int count, int parts) {
-    const int image = blockIdx.x / parts;
-    const int size = P * Q * C, first = blockIdx.x % parts * (THREADS * EACH);
-    lanes += (long long)image * size;
-    if (image >= (valid ? *valid : count)) {
-        for (int e = first + threadIdx.x; e < min(first + THREADS * EACH, size); e += THREADS)
-            lanes[e] = put(0.0f);
-        return;
-    }
-    const long long number = indices ? indices[image] : image;
-    const T* own = pixels + number * ((long long)C * H * W);
-    const int down = said(top, image), across = said(left, image);
-    const int turned = said(mirrored, image);
+// left). Pixels outside the image have the value of `fill` (C), or 0. The result is converted(pixel,
+// c) or, if of_pixels, converted(pixel, index of (c, p, q)). Image i is number indices[i] of the
+// data set, or number i if indices is null. Unused images (from image *valid on) become zero. A
+// block of threads gathers a part of an image at a time.
+template <class T, class Out, class F>
+__device__ __forceinline__ void gather(const Window of, F converted) {
+    const int C = of.row[11], H = of.row[12], W = of.row[13], P = of.row[14], Q = of.row[15];
+    const int used = of.said(2, 0, of.row[17]), parts = of.row[19], size = P * Q * C;
+    const T* fill = of.array<const T>(6);
+    for (long long part = blockIdx.x; part < of.row[18] * parts; part += gridDim.x) {
+        const int image = part / parts, first = part % parts * (THREADS * EACH) + threadIdx.x;
+        const bool is_used = image < used;
+        Out* out = of.array<Out>(9) + (long long)image * size;
+        const T* own = of.array<const T>(0);
+        if (is_used) own += of.said(1, image, image) * ((long long)C * H * W);
+        const int turned = is_used ? of.said(3, image, 0) : 0;
+        const int down = is_used ? of.said(4, image, 0) : 0;
+        const int across = is_used ? of.said(5, image, 0) : 0;
 #pragma unroll
-    for (int n = 0; n < EACH; n++) {
-        const int e = first + threadIdx.x + n * THREADS;
-        if (e >= size) break;
-        const int c = e % C, q = e / C % Q, p = e / C / Q;
-        int h = p + down, w = q + across;
-        const bool inside = h >= 0 && h < H && w >= 0 && w < W;
-        if (turned & LEFT_TO_RIGHT) w = W - 1 - w;
-        if (turned & TOP_TO_BOTTOM) h = H - 1 - h;
-        T pixel = fill ? fill[c] : (T)0;
-        if (inside) pixel = own[((long long)c * H + h) * W + w];
-        const int at = of_pixels ? (c * P + p) * Q + q : c;
-        lanes[e] = put(((float)pixel - (centre ? centre[at] : 0.0f)) /
-                       (centre ? divisor[at] : usual(pixel)));
+        for (int n = 0; n < EACH; n++) {
+            const int e = first + n * THREADS;
+            if (e >= size) break;
+            const int c = e % C, q = e / C % Q, p = e / C / Q;
+            int h = p + down, w = q + across;
+            const bool inside = h >= 0 && h < H && w >= 0 && w < W;
+            if (turned & LEFT_TO_RIGHT) w = W - 1 - w;
+            if (turned & TOP_TO_BOTTOM) h = H - 1 - h;
+            T pixel = fill ? fill[c] : (T)0;
+            if (inside && is_used) pixel = own[((long long)c * H + h) * W + w];
+            const Out result = converted(pixel, of.row[16] ? (c * P + p) * Q + q : c);
+            out[e] = is_used ? result : (Out)0;
+        }
     }
 }
 
-// Windows of images of bytes. If centre is null, bytes are divided by 255.
-extern "C" __global__ void __launch_bounds__(256) images_of_bytes(
-    const unsigned char* __restrict__ pixels, const int* __restrict__ indices,
-    const int* __restrict__ valid, const int* __restrict__ mirrored, const int* __restrict__ top,
-    const int* __restrict__ left, const unsigned char* __restrict__ fill,
-    const float* __restrict__ centre, const float* __restrict__ divisor,
-    value* __restrict__ lanes, int C, int H, int W, int P, int Q, int of_pixels, int count,
-    int parts) {
-    window(pixels, indices, valid, mirrored, top, left, fill, centre, divisor, lanes, C, H, W, P, Q,
-           of_pixels, count, parts);
-}
-
-// Windows of images of floats. If centre is null, floats are not normalized.
-extern "C" __global__ void __launch_bounds__(256) images_of_floats(
-    const float* __restrict__ pixels, const int* __restrict__ indices,
-    const int* __restrict__ valid, const int* __restrict__ mirrored, const int* __restrict__ top,
-    const int* __restrict__ left, const float* __restrict__ fill,
-    const float* __restrict__ centre, const float* __restrict__ divisor,
-    value* __restrict__ lanes, int C, int H, int W, int P, int Q, int of_pixels, int count,
-    int parts) {
-    window(pixels, indices, valid, mirrored, top, left, fill, centre, divisor, lanes, C, H, W, P, Q,
-           of_pixels, count, parts);
+// Windows of images: (pixel - centre) / divisor, where centre and divisor are given for each channel
+// or for each (c, p, q). If centre is null, bytes are divided by 255, and floats not normalized.
+// Targets are words of four bytes, which stay as they are.
+extern "C" __global__ void __launch_bounds__(256, 5)
+    images_gather(const long long* __restrict__ table) {
+    const Window of = {table + 20 * blockIdx.y};
+    const float *centre = of.array<const float>(7), *divisor = of.array<const float>(8);
+    const auto normalized = [&](auto pixel, int at) {
+        return put(((float)pixel - (centre ? centre[at] : 0.0f)) /
+                   (centre ? divisor[at] : usual(pixel)));
+    };
+    if (of.row[10] == BYTES) gather<unsigned char, value>(of, normalized);
+    if (of.row[10] == FLOATS) gather<float, value>(of, normalized);
+    if (of.row[10] == WORDS) gather<int, int>(of, [](int word, int) { return word; });
 }
 
 // y = factor * (x + total) for images (image, height, width, channels), where x is mirrored left to
@@ -91,20 +91,4 @@ extern "C" __global__ void __launch_bounds__(256)
         const long long from = ((row / height * height + h) * width + w) * channels + i % channels;
         y[i] = put((get(x[from]) + (total ? get(total[i]) : 0.0f)) * factor);
     }
-}
-
-// Gathers the targets of images, as words of four bytes, from table (n, channels, places) to
-// (image, places, channels), where places are pixels. Unused images (from image *valid on) become
-// zero; see `window`.
-extern "C" __global__ void __launch_bounds__(256)
-    images_targets(const int* __restrict__ table, const int* __restrict__ indices,
-                   const int* __restrict__ valid, int* __restrict__ lanes, int channels, int places,
-                   int count, int parts) {
-    const int image = blockIdx.x / parts;
-    const int size = channels * places, first = blockIdx.x % parts * (THREADS * EACH);
-    const bool there = image < (valid ? *valid : count);
-    lanes += (long long)image * size;
-    if (there) table += (long long)(indices ? indices[image] : image) * size;
-    for (int e = first + threadIdx.x; e < min(first + THREADS * EACH, size); e += THREADS)
-        lanes[e] = there ? table[e % channels * places + e / channels] : 0;
 }

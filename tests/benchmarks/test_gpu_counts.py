@@ -131,9 +131,10 @@ def test_a_gather_counts_the_images_that_it_gathers(device):
     data = array.empty((1000, 3, 4, 5), np.uint8)
     indices = array.empty((32,), np.int32)
     lanes = array.empty_lanes((2, 3, 4, 5, 16))
-    numbers = 3, 4, 5, 4, 5, 0, 32, 1
-    gather = launch_of("images_of_bytes", data, indices, *6 * (None,), None, lanes, *numbers)
-    assert launches.bytes_of(gather) == (32 * 60 + 32 * 4, 32 * 60 * 4)
+    kind, numbers = 0, (3, 4, 5, 4, 5, 0, 32, 32, 1)
+    table = launching.table([[data, indices, *7 * (None,), lanes, kind, *numbers]])
+    read, written = launches.bytes_of(launch_of("images_gather", table))
+    assert (read, written) == (32 * 60 + 32 * 4, 32 * 60 * 4)
 
 
 def test_options():

@@ -63,19 +63,28 @@ def with_bias(y, bias):
     return batchnorm.batchnorm(y, launching.constant(zeros), launching.constant(zeros + 1), bias)
 
 
+def images_per_leaf(tiles, tree):
+    """Return the number of images per leaf of the weight gradient: 1, 2, 4, 8 or 16.
+
+    A leaf is the sum of the gradients of consecutive images. The result is the largest number that
+    would give each multiprocessor two CTAs (thread blocks) if all images were on this GPU, with
+    `tiles` CTAs per leaf. If no number does, the result is 1.
+    """
+    images = LANES
+    while images > 1 and LANES // images * tree.leaves * tiles < 2 * launching.device().processors:
+        images //= 2
+    return images
+
+
 def dweight_leaves(dy, x, shape, tree):
     """Return (leaves of the weight gradient, number of leaves per block of 16 images).
 
     The leaves are a float32 Array (leaves, number of weights), with the memory order of the
-    weights. A leaf is the sum of the gradients of 1, 2, 4, 8 or 16 consecutive images: the most
-    that would give each multiprocessor two CTAs if all images were on this GPU. `dy` must be zero
-    in lanes (image slots) that hold no image.
+    weights. `dy` must be zero in lanes (image slots) that hold no image.
     """
     width = shape.width_of_filter
-    tiles, images = _tiles(shape.filters_of_group, ROWS) * _tiles(width, COLUMNS), LANES
-    enough = 2 * launching.device().processors
-    while images > 1 and LANES // images * tree.leaves * tiles * shape.groups < enough:
-        images //= 2
+    tiles = _tiles(shape.filters_of_group, ROWS) * _tiles(width, COLUMNS)
+    images = images_per_leaf(tiles * shape.groups, tree)
     leaves = array.empty((len(x) * (LANES // images), shape.filters * width))
     grid, arrays = (len(leaves) * tiles, 1, shape.groups), (dy, x, leaves)
     launching.launch("conv_direct_dweight", grid, THREADS, *arrays, images, *_numbers(shape))

@@ -14,6 +14,7 @@ from mpidl.core.blocks import LANES, blocks_of
 from mpidl.core.values import BF16
 
 THREADS, PER_THREAD = 256, 4  # threads per CUDA thread block; elements per thread
+BYTES, FLOATS, WORDS = range(3)  # kinds of data sets, as in images.cu
 
 
 def images(
@@ -56,13 +57,26 @@ def images(
     if out is None:
         dtype = BF16 if settings.precision == "bf16" else np.float32
         out = array.empty_lanes((blocks, image[0], p, q, LANES), dtype)
-    parts = _parts(image[0] * p * q)
+    options = mirrored, top, left, fill, centre, divisor
     of_pixels = int(centre is not None and len(centre.shape) == 3)
-    name = "images_of_bytes" if pixels.dtype == np.uint8 else "images_of_floats"
-    moves, numbers = (mirrored, top, left), (*image, p, q, of_pixels, images_of_share, parts)
-    arrays = pixels, indices, counts, *moves, fill, centre, divisor, out
-    launching.launch(name, blocks * LANES * parts, THREADS, *arrays, *numbers)
+    kind = BYTES if pixels.dtype == np.uint8 else FLOATS
+    numbers = *image, p, q, of_pixels, images_of_share
+    _gather(kind, pixels, indices, counts, options, out, numbers)
     return out
+
+
+def _gather(kind, source, indices, counts, options, out, numbers):
+    """Gather images or targets from the whole data set, in a recorded step all in one launch."""
+    kinds = ["i4"] * 5 + [source.dtype, "f4", "f4"]
+    expected = {BYTES: "u1", FLOATS: "f4", WORDS: "i4"}[kind]
+    arrays = indices, counts, *options
+    for values, dtype in zip((source, *arrays), (expected, *kinds), strict=True):
+        if values is not None and values.dtype != dtype:
+            raise TypeError(f"expected pixels of type {np.dtype(dtype)}, got {values.dtype}")
+    lanes, parts = out.dims[0] * LANES, -(-math.prod(out.dims[1:-1]) // (THREADS * PER_THREAD))
+    row = [source, *arrays, out, kind, *numbers, lanes, parts]
+    defines = {"BF16": 1} if settings.precision == "bf16" else None
+    launching.later("images_gather", row, [out], lanes * parts, THREADS, defines)
 
 
 def mirror(x, turn, total=None, factor=1.0):
@@ -98,18 +112,12 @@ def targets(table, *, indices=None, counts=None, blocks=None):
     blocks = blocks_of(count) if blocks is None else blocks
     lanes = array.empty_lanes((blocks, *shape, LANES), table.dtype)
     channels = shape[0] if len(shape) == 3 else 1  # targets that are images become NHWC
-    parts = _parts(math.prod(shape))
-    arrays = _words(table), indices, counts, _words(lanes)
-    numbers = channels, math.prod(shape) // channels, count, parts
-    launching.launch("images_targets", blocks * LANES * parts, THREADS, *arrays, *numbers)
+    numbers = channels, 1, math.prod(shape) // channels, 1, math.prod(shape) // channels, 0, count
+    _gather(WORDS, _words(table), indices, counts, 6 * (None,), _words(lanes), numbers)
     return lanes
 
 
 def _words(values):
     """Return an int32 Array on the same memory, for kernels that only move 4-byte elements."""
-    return Array(values.buffer, np.int32, values.shape, offset=values.offset)
-
-
-def _parts(size):
-    """Return the number of CUDA thread blocks for an image of `size` elements."""
-    return -(-size // (THREADS * PER_THREAD))
+    dims = values.dims, values.order
+    return Array(values.buffer, np.int32, values.shape, *dims, offset=values.offset)

@@ -391,7 +391,7 @@ def before_step(name, row, blocks, block, defines=None):
     process.sink.before_step(Rows(name, block, defines).add([row], [()], blocks))
 
 
-def later(name, row, results, blocks, block):
+def later(name, row, results, blocks, block, defines=None):
     """Launch a kernel for a row of its table, in a recorded step as late as possible.
 
     All rows of a kernel that wait go out in one launch (see `Rows`), as soon as the step uses one
@@ -399,7 +399,7 @@ def later(name, row, results, blocks, block):
     the row that the kernel writes.
     """
     if blocks:
-        process.sink.later(Rows(name, block).add([row], [results], blocks))
+        process.sink.later(Rows(name, block, defines).add([row], [results], blocks))
 
 
 def take(name, result):

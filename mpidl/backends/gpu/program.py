@@ -12,13 +12,11 @@ ROWS = 8  # maximum number of training steps in progress at a time
 class Operation:
     """An operation of a step: `play(device)` starts it, which a CUDA graph may have captured.
 
-    `launch` is the Launch if it is a kernel, `sent` the number of bytes that it starts to send to
-    other ranks, and `place` the part of the step, such as "update".
+    `launch` is the Launch if it is a kernel, and `place` the part of the step, such as "update".
     """
 
-    def __init__(self, play, captured=True, launch=None, sent=0):
-        self.play, self.captured, self.launch, self.sent = play, captured, launch, sent
-        self.place = phases.place()
+    def __init__(self, play, captured=True, launch=None):
+        self.play, self.captured, self.launch, self.place = play, captured, launch, phases.place()
 
 
 def kernel(launch):

@@ -85,7 +85,7 @@ class Recorder:
             if _feeds(waiting, rows) and (key == rows.key or self._is_fed(waiting)):
                 self._launch(key)
         _collect(self.waiting, rows)
-        sizes = {k: sum(x.nbytes for x in waiting.arrays) for k, waiting in self.waiting.items()}
+        sizes = {key: _bytes_held(waiting.arrays) for key, waiting in self.waiting.items()}
         if sum(sizes.values()) > WAITING:
             self._launch(max(sizes, key=lambda key: sizes[key]))
 
@@ -267,6 +267,12 @@ def _collect(collected, rows):
         collected[rows.key].add(rows.rows, rows.results, rows.blocks)
     else:
         collected[rows.key] = rows
+
+
+def _bytes_held(arrays):
+    """Return the bytes of the step's memory that launches which use the Arrays keep by waiting."""
+    buffers = {id(array.buffer): array.buffer for array in arrays}.values()
+    return sum(b.nbytes for b in buffers if getattr(b, "first", None) is not None)
 
 
 def _feeds(waiting, rows):

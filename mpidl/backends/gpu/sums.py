@@ -168,13 +168,13 @@ def _through_host(world, tree, matrix, combine):
 
     if nodes.size:
         sink.operate(Operation(lambda device: device.download(nodes, matrix.address)), [matrix])
-    yield from _on_host(world, start, [], nodes.nbytes)
+    yield from _on_host(world, start, [])
     yield LAST
     sink.operate(Operation(finish, captured=False), [target])
     return target
 
 
-def _on_host(world, act, arrays, sent):
+def _on_host(world, act, arrays):
     """Let the host call act() after the operations so far. Other operations may come before."""
     sink, state = launching.sink(), SimpleNamespace()
 
@@ -190,7 +190,7 @@ def _on_host(world, act, arrays, sent):
 
     sink.operate(Operation(mark, captured=False), arrays)
     yield SOON
-    sink.operate(Operation(play, captured=False, sent=sent), arrays)
+    sink.operate(Operation(play, captured=False), arrays)
 
 
 def _by_mover(world, tree, matrix, combine, is_awaited):
@@ -233,8 +233,7 @@ def gather_nodes(world, tree, matrix, combine, arrays):
         ]
         sends = [(rank, matrix) for rank in range(world.size) if len(matrix)]
         messages = functools.partial(mover.exchange, sends, parts)
-    sent = (world.size - 1) * matrix.nbytes
-    yield from _transfer(world, messages, [matrix, nodes], sent, LAST)
+    yield from _transfer(world, messages, [matrix, nodes], LAST)
     return fold.fold_all(nodes, tree, combine)
 
 
@@ -259,30 +258,29 @@ def segmented(world, tree, matrix, combine, arrays):
         if sizes[rank]
     ]
     arrays += [inbox, root]
-    sent = sum(part.nbytes for s, part in sends if s != rank)
     messages = functools.partial(mover.exchange, sends, receives)
-    yield from _transfer(world, messages, [matrix, inbox], sent, NEXT)
+    yield from _transfer(world, messages, [matrix, inbox], NEXT)
     part = fold.fold_all(inbox, tree, combine)
     arrays.append(part)
-    messages, sent = functools.partial(mover.allgather, part, root), (world.size - 1) * part.nbytes
-    yield from _transfer(world, messages, [part, root], sent, LAST)
+    messages = functools.partial(mover.allgather, part, root)
+    yield from _transfer(world, messages, [part, root], LAST)
     return root.part(0, (width,))
 
 
-def _transfer(world, messages, arrays, sent, point):
+def _transfer(world, messages, arrays, point):
     """Let messages() start to move `arrays`, and wait until they have arrived.
 
     The operations are launched without a yield if a CUDA graph can contain the messages.
     """
     sink, mover, state = launching.sink(), world.mover, SimpleNamespace()
     if mover.captured:
-        sink.operate(Operation(lambda device: messages(), sent=sent), arrays)
+        sink.operate(Operation(lambda device: messages()), arrays)
         return
 
     def post():
         state.requests = messages()
 
-    yield from _on_host(world, post, arrays, sent)
+    yield from _on_host(world, post, arrays)
     yield point
     wait = Operation(lambda device: mover.wait(state.requests), captured=False)
     sink.operate(wait, arrays)

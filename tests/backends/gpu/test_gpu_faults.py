@@ -322,21 +322,22 @@ FAULTS = [
         "images",
         images.test_unused_images_are_zero_whatever_their_indices,
         edits={
-            "unused images are not zero": (
-                "if (image >= (valid ? *valid : count))",
-                "if (image >= count)",
-            ),
-            "unused targets are not zero": (
-                "const bool there = image < (valid ? *valid : count);",
-                "const bool there = image < count;",
-            ),
+            "unused images are gathered": ("of.said(2, 0, of.row[17])", "of.row[17]"),
+            "unused images are not zero": ("is_used ? result : (Out)0", "result"),
         },
     ),
     Fault(
         family="images",
+        description="a block of threads gathers only one part",
+        old="part += gridDim.x",
+        new="part += 1 << 30",
+        check=images.test_images_and_targets_are_gathered_in_one_launch,
+    ),
+    Fault(
+        family="images",
         description="channels of a target are not interleaved",
-        old="table[e % channels * places + e / channels]",
-        new="table[e]",
+        old="own[((long long)c * H + h) * W + w]",
+        new="own[e]",
         check=images.test_targets_of_a_dataset,
         arguments=((3, 5, 7), 37, 3),
     ),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.recorded import recorded
 
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends import settings
@@ -96,6 +97,11 @@ def test_unused_images_are_zero_whatever_their_indices(device):
     assert lanes.tobytes() == expected.tobytes()
     lanes = images.targets(array.plain(data.astype(np.float32)), **options).numpy()
     assert lanes.tobytes() == np.round(expected * 255).tobytes()
+    centre = [np.full(2, x, np.float32) for x in (7, 2)]
+    expected[:2] = reference.images(data[:21], centre=centre[0], divisor=centre[1])
+    centre = dict(zip(("centre", "divisor"), map(array.plain, centre), strict=True))
+    lanes = images.images(array.plain(data), **centre, **options).numpy()
+    assert lanes.tobytes() == expected.tobytes() and not lanes[1, ..., 5:].any()
 
 
 def test_without_counts_every_index_is_an_image(device):
@@ -112,3 +118,21 @@ def test_other_layouts_and_types_are_refused(device):
         images.images(array.plain(np.zeros((1, 1, 2, 2), np.int32)))
     with pytest.raises(TypeError, match="expected float32 or int32, got float64"):
         images.targets(array.plain(np.zeros((3, 2))))
+
+
+def test_images_and_targets_are_gathered_in_one_launch(device, monkeypatch):
+    """In a recorded step, also if a launch has fewer blocks of threads than parts of images."""
+    data, numbers = pixels_of(100, (3, 30, 29)), pixels_of(100, (1, 40, 30)).astype(np.int32)
+    indices = np.random.default_rng(2).permutation(100)[:48].astype(np.int32)
+    options = selection(indices, 37, 3)
+    sources = [array.plain(values) for values in (data, data.astype(np.float32), numbers)]
+
+    def step():
+        lanes = [images.images(x, **options) for x in sources[:2]]
+        return [*lanes, images.targets(sources[2], **options)]
+
+    expected = [lanes.numpy().tobytes() for lanes in step()]
+    monkeypatch.setattr(device, "processors", 0.5)
+    lanes, names = recorded(device, step)
+    assert names == ["program_begin", "images_gather", "program_end"]
+    assert [x.tobytes() for x in lanes] == expected
