@@ -3,7 +3,8 @@
 The command needs no GPU. NVRTC compiles the kernel, and nvdisasm disassembles it to SASS, the
 instructions of a GPU. A loop ends with a branch to an earlier instruction. The main loop is the
 innermost loop with instructions of the tensor cores (HMMA). One iteration multiplies a tile over a
-depth of 32, or 64 in bfloat16. The count includes each instruction of the loop once, also those of inner loops.
+depth of 32, or 64 in bfloat16. The count includes each instruction of the loop once, also those of
+inner loops.
 """
 
 import functools

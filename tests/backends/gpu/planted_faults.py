@@ -64,8 +64,8 @@ CONVOLUTION_FAULTS = [
                 "const bool is_inside = true;",
             ),
             "a matrix is read without its permutation": (
-                "const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);",
-                "const int of_b = (wn + (lane >> 4) * 8 + (lane & 7)) * WORDS + (lane >> 3 & 1) * 4;",
+                "of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);",
+                "of_b = (wn + (lane >> 4) * 8 + (lane & 7)) * WORDS + (lane >> 3 & 1) * 4;",
             ),
             "rows after the last are written": ("m >= 0 && m < rows;", "m >= 0;"),
             "one product of 3xTF32 is missing": (
