@@ -189,15 +189,19 @@ def _depthwise(launch):
     """
     n, pixels, images = numbers_of(launch), conv_depthwise.PIXELS, _images(launch)
     if launch.name.endswith("dx"):
-        step, before, spread = n["stride_down"], n["top"], n["dilation_down"]
-        rows = sum(_taps(n["taps_down"], h + before, step, spread) for h in range(n["height"]))
+        rows = _reached(n["height"], n["taps_down"], n["stride_down"], n["top"], n["dilation_down"])
+        width = _padded(n["width"], pixels)
         step, before, spread = n["stride_across"], n["left"], n["dilation_across"]
-        width = range(_padded(n["width"], pixels))
-        columns = sum(_taps(n["taps_across"], w + before, step, spread) for w in width)
+        columns = _reached(width, n["taps_across"], step, before, spread)
     else:
         rows = n["out_height"] * n["taps_down"]
         columns = _padded(n["out_width"], pixels) * n["taps_across"]
     return images * n["channels"] * rows * columns
+
+
+def _reached(size, taps, stride, before, dilation):
+    """Return the number of pairs of a row and a tap between which there is a row of dy."""
+    return sum(_taps(taps, row + before, stride, dilation) for row in range(size))
 
 
 # {family: function of a launch that counts the products}

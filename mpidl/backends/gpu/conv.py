@@ -98,32 +98,15 @@ def shape_of(image, weight_shape, geometry):
     return Shape._make((h, w, c, p, q, k, *numbers))
 
 
-class Operand(NamedTuple):
-    """The input of a convolution: an Array and, if it is normalized when it is read, how.
-
-    `norm` is (mean, scale, beta), or three times None; `low` and `high` are the limits.
-    """
-
-    x: Any
-    norm: tuple = (None, None, None)
-    low: float = 0.0
-    high: float = 0.0
-
-    @property
-    def is_normalized(self):
-        return self.norm[0] is not None
-
-    @property
-    def period(self):
-        """Length of the vectors of `norm`, or 1."""
-        return self.norm[0].size if self.is_normalized else 1
+def _operand(x):
+    """Return `batchnorm.operand` of x, with an Array in the type of the precision."""
+    values, *norm = batchnorm.operand(x)
+    return values if isinstance(x, DeferredInput) else _stored(values), *norm
 
 
-def operand(x):
-    """Return x, which may be a DeferredInput, as an Operand in the type of the precision."""
-    if not isinstance(x, DeferredInput):
-        return Operand(_stored(x))
-    return Operand(x.x, (x.mean, x.scale, x.beta), x.low, x.high)
+def _period(operand, shape):
+    """Return the length of the vectors of a normalization, by default the number of channels."""
+    return shape.channels if operand[1] is None else operand[1].size
 
 
 def stored_type():
@@ -239,10 +222,11 @@ def forward(x, weight, bias, geometry, tree=None, counts=None, dtype=None):
         y = kernels.forward(_input_of(kernels, x), weight, bias, shape)
         return y, None if counts is None else batchnorm.moments(y, counts, tree)
     size = shape.filters, shape.out_height, shape.out_width
-    x = operand(x)
-    y = array.empty_lanes((len(x.x), *size, LANES), x.x.dtype if dtype is None else dtype)
+    source = _operand(x)
+    dtype = source[0].dtype if dtype is None else dtype
+    y = array.empty_lanes((len(like), *size, LANES), dtype)
     weight = prepared(weight, shape)
-    return y, product(shape, x, weight, bias, y, tree, counts=counts)
+    return y, product(shape, source, weight, bias, y, tree, counts=counts)
 
 
 class Backward(NamedTuple):
@@ -269,7 +253,7 @@ def dx_of(dy, x, weight, geometry, tree, bias=None, backward=None):
     dx, dy = array.empty_like(x), _stored(dy)
     weight = prepared(weight, shape, turned=True)
     dz = dy if backward is None else array.empty_like(dy)
-    product(shape.turned(), Operand(dy), weight, bias, dx, tree, True, backward, dz)
+    product(shape.turned(), _operand(dy), weight, bias, dx, tree, True, backward, dz)
     return dx, dz
 
 
@@ -287,13 +271,15 @@ def prepared(weight, shape, turned=False):
 
 
 def product(
-    shape, x, weight, bias, y, tree, is_backward=False, backward=None, dz=None, counts=None
+    shape, source, weight, bias, y, tree, is_backward=False, backward=None, dz=None, counts=None
 ):
-    """Launch conv_gemm, which convolves an Operand with prepared weights and writes y.
+    """Launch conv_gemm, which convolves an `_operand` with prepared weights and writes y.
 
     With `counts`, return the Partial of the moments of y.
     """
+    x, *norm = source
     pixels, device = shape.out_height * shape.out_width, launching.device()
+    period = _period(source, shape)
     blocks = USUAL if tree is None else tree.leaves
     tile = gemm_tile(shape, blocks * LANES * pixels, device.processors, device.shared, terms())
     own = len(y) * LANES
@@ -311,27 +297,25 @@ def product(
         partial = array.empty((tiles * splits * tile["BM"] * tile["BN"],))
         tickets = launching.constant(np.zeros(max(tiles, 1), np.int32))
     defines = definitions(tile, shape, device) | {
-        "VECTOR": _vector(shape.channels // shape.groups, x.period, x.x, weight),
+        "VECTOR": _vector(shape.channels // shape.groups, period, x, weight),
         "ACROSS": 4 if shape.filters_of_group % 4 == 0 and y.offset % 16 == 0 else 1,
         "BACKWARD": int(is_backward),
-        "INPUT": 2 if backward is not None else int(x.is_normalized),
+        "INPUT": 2 if backward is not None else int(norm[0] is not None),
         "MOMENTS": int(counts is not None),
-        "WIDE": int(y.dtype != x.x.dtype),
+        "WIDE": int(y.dtype != x.dtype),
     }
-    norm, of_backward, limits = x.norm, (None,) * 5, (x.low, x.high)
-    period = x.period if x.is_normalized else shape.channels
+    of_backward, valid = (None,) * 5, counts
     if backward is not None:
-        source, a, b, c, valid = backward
-        is_gated = not isinstance(source, NormalizedInput)
-        norm = source.mean, *((source.scale, source.beta) if is_gated else (None, None))
-        of_backward, limits = (source.x, a, b, c, dz), (source.low, source.high)
-    else:
-        valid = counts
+        after, *factors, valid = backward
+        inputs, *norm = batchnorm.operand(after)
+        if isinstance(after, NormalizedInput):  # there is no activation
+            norm[1] = norm[2] = None
+        of_backward = inputs, *factors, dz
     launching.launch(
         "conv_gemm",
         tiles * splits,
         threads_of(tile),
-        *(x.x, weight, bias, y, *norm, *limits, period, *of_backward, valid),
+        *(x, weight, bias, y, *norm, period, *of_backward, valid),
         *((None, 0, 0) if counts is None else (leaves, parts, skipped)),
         *(partial, tickets, own, *shape),
         shared=shared_of(tile, backward is not None, terms()),
@@ -353,8 +337,8 @@ def dweight_of(dy, x, weight, shape, tree, with_bias=False):
         leaves, per_block = kernels.dweight_leaves(dy, x, shape, tree)
         dbias = batchnorm.channel_sums(dy, tree) if with_bias else None
         return fold.partial_of_leaves(leaves, tree, per_block, like=weight), dbias
-    x, dy, device = operand(x), _stored(dy), launching.device()
-    is_float = dy.dtype == np.float32
+    source, dy, device = _operand(x), _stored(dy), launching.device()
+    period, is_float = _period(source, shape), dy.dtype == np.float32
     tile = dweight_tile(shape, is_float)
     tiles = -(-shape.width_of_filter // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups
     slots = device.processors * tile["MIN_BLOCKS"]
@@ -367,17 +351,17 @@ def dweight_of(dy, x, weight, shape, tree, with_bias=False):
     of_bias = array.empty((len(ranges), shape.filters)) if with_bias else None
     table = None if longest == 1 else launching.constant(np.array(ranges, np.int32))
     defines = definitions(tile, shape, device) | {
-        "VECTOR_X": _vector(shape.channels // shape.groups, x.period, x.x),
-        "VECTOR_Y": _vector(shape.filters_of_group, 1, dy),
-        "INPUT": int(x.is_normalized),
+        "VECTOR_X": _vector(shape.channels // shape.groups, period, source[0]),
+        "VECTOR_Y": _vector(shape.filters_of_group, shape.filters_of_group, dy),
+        "INPUT": int(source[1] is not None),
         "LEVELS": levels,
     }
     launching.launch(
         "conv_dweight",
         len(ranges) * tiles,
         threads_of(tile),
-        *(dy, x.x, table, leaves, of_bias, *x.norm, x.low, x.high),
-        *(x.period if x.is_normalized else shape.channels, int(tree.plain), images, *shape),
+        *(dy, source[0], table, leaves, of_bias, *source[1:], period, int(tree.plain)),
+        *(images, *shape),
         shared=shared_of_dweight(tile, levels, dy.dtype.itemsize),
         defines=defines,
     )
@@ -448,7 +432,7 @@ def _ranges(tree, images, tiles, pixels, slots):
 def _vector(channels, period, *arrays):
     """Return how many values to copy at once: the most that fit into 16 bytes and are aligned."""
     most = 16 // arrays[0].dtype.itemsize
-    whole = math.gcd(channels, period if period > 1 else channels)
+    whole = math.gcd(channels, period)
     return next(
         n
         for n in (most, most // 2, most // 4, 1)
@@ -568,6 +552,7 @@ def dweight_tile(shape, is_float):
     if across == 1:
         height = min(height, 96)
     split = min(max(1, 4 // (height // 32 * across)), 4 if is_float else 2)
+    warps = height // 32 * across * split
     return {
         "BM": height,
         "BN": columns,
@@ -575,5 +560,5 @@ def dweight_tile(shape, is_float):
         "WN": COLUMNS[columns],
         "SPLIT": split,
         "STAGES": 3,
-        "MIN_BLOCKS": 2 if height == 128 else 4,
+        "MIN_BLOCKS": min(4, 16 // warps),
     }

