@@ -19,7 +19,7 @@ def suits(shape):
     """Return whether the kernels compute a convolution."""
     of_input = (shape.height + shape.top) * (shape.width + shape.left) * shape.channels
     of_output = shape.out_height * shape.out_width * shape.filters
-    is_depthwise = shape.groups == shape.channels == shape.filters
+    is_depthwise = shape.groups == shape.channels == shape.filters > 1
     return is_depthwise and max(of_input, of_output) < LARGEST
 
 

@@ -166,5 +166,6 @@ def test_layers_that_are_depthwise():
 
     assert conv_depthwise.suits(shape(8, 8, 8)) and conv_depthwise.suits(shape(3, 3, 3))
     assert not conv_depthwise.suits(shape(8, 16, 8)) and not conv_depthwise.suits(shape(8, 8, 4))
+    assert not conv_depthwise.suits(shape(1, 1, 1))
     large = shape(8, 8, 8)._replace(height=1 << 15, width=1 << 15)
     assert not conv_depthwise.suits(large)
