@@ -12,10 +12,11 @@ image. The three TF32 products of a float32 product count once. Unused lanes cou
 """
 
 import functools
+import itertools
 import math
 
 from mpidl.backends import declarations
-from mpidl.backends.gpu import fold, kernels, launching, loss
+from mpidl.backends.gpu import conv_depthwise, fold, kernels, launching, loss
 from mpidl.core.blocks import LANES
 
 # The kernels' names for a convolution's P, Q, R, S, C, K and number of groups.
@@ -157,8 +158,37 @@ def _dense(launch):
     return images * outputs * features
 
 
-ISSUED = {"conv_gemm": _matrix_product, "conv_dweight": _matrix_product, "conv_direct": _direct}
-ISSUED["dense"] = _dense  # {family: function of a launch that counts the products}
+def _depthwise(launch):
+    """Products of conv_depthwise, whose threads have a run of pixels, perhaps past a row's end.
+
+    The gradient of the input has products only with the taps that reach a pixel of dy.
+    """
+    n, pixels, images = numbers_of(launch), conv_depthwise.PIXELS, _images(launch)
+    if launch.name.endswith("dx"):
+        rows = _reached(n["height"], n["taps_down"], n["stride_down"], n["top"], n["dilation_down"])
+        width = _padded(n["width"], pixels)
+        step, before, spread = n["stride_across"], n["left"], n["dilation_across"]
+        columns = _reached(width, n["taps_across"], step, before, spread)
+    else:
+        rows = n["out_height"] * n["taps_down"]
+        columns = _padded(n["out_width"], pixels) * n["taps_across"]
+    return images * n["channels"] * rows * columns
+
+
+def _reached(size, taps, stride, before, dilation):
+    """Return the number of pairs of a row and a tap between which there is a row of dy."""
+    pairs = itertools.product(range(size), range(taps))
+    return sum((row + before - tap * dilation) % stride == 0 for row, tap in pairs)
+
+
+# {family: function of a launch that counts the products}
+ISSUED = {
+    "conv_gemm": _matrix_product,
+    "conv_dweight": _matrix_product,
+    "conv_direct": _direct,
+    "conv_depthwise": _depthwise,
+    "dense": _dense,
+}
 
 
 def issued(launch) -> int:
