@@ -172,4 +172,21 @@ CONVOLUTION_FAULTS = [
         check=check_convolution,
         arguments=("unequal in both directions", True),
     ),
+    *faults(
+        "conv_depthwise",
+        check_convolution,
+        "depthwise 3x3 by 2",
+        edits={
+            "no barrier before the sums of threads are read": (
+                f"sum[j][k];\n            {BARRIER}",
+                "sum[j][k];",
+            ),
+            "no barrier before sums that others still read are overwritten": (
+                f"{BARRIER}  // the sums of",
+                "// the sums of",
+            ),
+            "pixels to the right of the image are read": ("u >= 0 && v < across.size", "u >= 0"),
+            "pixels between strides are added": ("&& u % across.stride", "&& false"),
+        },
+    ),
 ]
