@@ -61,20 +61,27 @@ __device__ __forceinline__ void gather(const Window of, F converted) {
     }
 }
 
-// Windows of images: (pixel - centre) / divisor, where centre and divisor are given for each channel
-// or for each (c, p, q). If centre is null, bytes are divided by 255, and floats not normalized.
-// Targets are words of four bytes, which stay as they are.
+// (pixel - centre) / divisor, where centre and divisor are given for each channel or for each
+// (c, p, q). If centre is null, bytes are divided by 255, and floats are not normalized.
+struct Normalized {
+    const float *centre, *divisor;
+
+    __device__ __forceinline__ explicit Normalized(const Window& of)
+        : centre(of.array<const float>(7)), divisor(of.array<const float>(8)) {}
+
+    template <class T> __device__ __forceinline__ value operator()(T pixel, int at) const {
+        return put(((float)pixel - (centre ? centre[at] : 0.0f)) /
+                   (centre ? divisor[at] : usual(pixel)));
+    }
+};
+
+// Windows of normalized images. Targets are words of four bytes, which stay as they are.
 extern "C" __global__ void __launch_bounds__(256, 5)
     images_gather(const long long* __restrict__ table) {
     const Window of = {table + 20 * blockIdx.y};
-    const float *centre = of.array<const float>(7), *divisor = of.array<const float>(8);
-    const auto normalized = [&](auto pixel, int at) {
-        return put(((float)pixel - (centre ? centre[at] : 0.0f)) /
-                   (centre ? divisor[at] : usual(pixel)));
-    };
-    if (of.row[10] == BYTES) gather<unsigned char, value>(of, normalized);
-    if (of.row[10] == FLOATS) gather<float, value>(of, normalized);
-    if (of.row[10] == WORDS) gather<int, int>(of, [](int word, int) { return word; });
+    if (of.row[10] == BYTES) gather<unsigned char, value>(of, Normalized{of});
+    if (of.row[10] == FLOATS) gather<float, value>(of, Normalized{of});
+    if (of.row[10] == WORDS) gather<int, int>(of, [&](int word, int) { return word; });
 }
 
 // y = factor * (x + total) for images (image, height, width, channels), where x is mirrored left to
