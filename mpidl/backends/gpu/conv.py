@@ -284,10 +284,10 @@ def product(
     of_backward, valid = (None,) * 5, counts
     if backward is not None:
         after, *factors, valid = backward
-        inputs, *norm = batchnorm.operand(after)
+        after_conv, *norm = batchnorm.operand(after)
         if isinstance(after, NormalizedInput):  # there is no activation
             norm[1] = norm[2] = None
-        of_backward = inputs, *factors, dz
+        of_backward = after_conv, *factors, dz
     launching.launch(
         "conv_gemm",
         tiles * splits,
