@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpidl.core.blocks import Blocked
 
 WINOGRAD = ("auto", "off", "fast")
-PRECISIONS = {"cpu": ("fp32", "bf16"), "gpu": ("fp32", "tf32")}  # by device
+PRECISIONS = {"cpu": ("fp32", "bf16"), "gpu": ("fp32", "bf16", "tf32")}  # by device
 
 
 def of_value(x: Blocked) -> Backend:

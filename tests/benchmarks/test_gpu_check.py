@@ -122,7 +122,7 @@ def test_parity_of_resnet18(gpu):
 @needs_compiler
 def test_every_op_is_compared(gpu, monkeypatch):
     report, rows = Report("parity"), parity.table(each_function_once=True)
-    few = [row for row in rows if row[0].function in ("relu", "dense", "moments")]
+    few = [row for row in rows if row[0].function in ("relu", "moments")]
     parity.check_table(report, few)
     assert not report.failed and report.record["checks"][0]["found"].startswith("3 cases of 3")
     assert {case.function for case, _ in rows} == {case.function for case, _ in parity.table()}
@@ -149,7 +149,7 @@ def test_the_units_of_a_call_are_found_without_computing(gpu):
     device = gpu.device
     units = stage.units_of(gpu, "quick", SMALL)
     assert gpu.device is launching.device() is device and not device.launched
-    assert {"conv_gemm", "conv_dweight", "conv_direct", "dense", "lrn"} <= {u.family for u in units}
+    assert {"conv_gemm", "conv_dweight", "conv_direct", "lrn"} <= {u.family for u in units}
     assert any(("TERMS", 1) in unit.defines for unit in units)
     report, compiled = Report("machine"), []
 

@@ -281,7 +281,9 @@ def product(
     pixels, device = shape.out_height * shape.out_width, launching.device()
     period = _period(source, shape)
     blocks = USUAL if tree is None else tree.leaves
-    tile = gemm_tile(shape, blocks * LANES * pixels, device.processors, device.shared, terms())
+    inputs = 1 if backward is None else 2
+    limits = device.processors, device.shared
+    tile = gemm_tile(shape, blocks * LANES * pixels, *limits, terms(), inputs)
     own = len(y) * LANES
     skipped = 0
     if counts is not None:
@@ -307,10 +309,10 @@ def product(
     of_backward, valid = (None,) * 5, counts
     if backward is not None:
         after, *factors, valid = backward
-        inputs, *norm = batchnorm.operand(after)
+        after_conv, *norm = batchnorm.operand(after)
         if isinstance(after, NormalizedInput):  # there is no activation
             norm[1] = norm[2] = None
-        of_backward = inputs, *factors, dz
+        of_backward = after_conv, *factors, dz
     launching.launch(
         "conv_gemm",
         tiles * splits,
@@ -318,7 +320,7 @@ def product(
         *(x, weight, bias, y, *norm, period, *of_backward, valid),
         *((None, 0, 0) if counts is None else (leaves, parts, skipped)),
         *(partial, tickets, own, *shape),
-        shared=shared_of(tile, backward is not None, terms()),
+        shared=shared_of(tile, inputs, terms()),
         defines=defines,
     )
     if counts is not None:
@@ -461,9 +463,9 @@ def threads_of(tile):
     return warps * 32
 
 
-def shared_of(tile, has_two_inputs, terms):
+def shared_of(tile, inputs, terms):
     """Return the bytes of shared memory of conv_gemm."""
-    rows = tile["BM"] * (2 if has_two_inputs else 1) + tile["BN"] * (2 if terms == 3 else 1)
+    rows = tile["BM"] * inputs + tile["BN"] * (2 if terms == 3 else 1)
     return tile["STAGES"] * rows * STEP
 
 
@@ -507,7 +509,7 @@ def _power(n):
 
 
 @functools.lru_cache(maxsize=256)
-def gemm_tile(shape, rows, processors, shared, terms):
+def gemm_tile(shape, rows, processors, shared, terms, inputs=1):
     """Return the macros BM, BN, WM, WN, STAGES, MIN_BLOCKS and SPLITS of conv_gemm, as a dict.
 
     `rows` is the total number of output pixels. A tile has 128 rows, or 64 if tiles of 128 rows
@@ -520,7 +522,7 @@ def gemm_tile(shape, rows, processors, shared, terms):
     wide = COLUMNS[columns] < columns  # two warps next to each other
     resident = (2 if wide else 5 if columns < 32 else 4) * (128 // height)
     stages = 3 if wide else 2
-    bytes_of_stage = (height + columns * (2 if terms == 3 else 1)) * STEP
+    bytes_of_stage = (height * inputs + columns * (2 if terms == 3 else 1)) * STEP
     if stages * bytes_of_stage * resident > shared:
         stages = 2
     depth = shape.width_of_filter // (32 if settings.precision != "bf16" else 64)
