@@ -31,6 +31,7 @@ COLUMNS = {
     "running": (lambda row: row[:2], lambda row: row[2:3]),
     **{name: (lambda row: row[:1], lambda row: row[1:2]) for name in fold.KERNELS},
     **{name: (lambda row: row[:3], lambda row: row[3:4]) for name in loss.SUMS},
+    "conv_weights": (lambda row: row[:1], lambda row: row[1:2]),
     "images_gather": (lambda row: [_gathered(row), *row[1:9]], lambda row: row[9:10]),
 }
 
