@@ -157,3 +157,22 @@ def test_the_json_file(tmp_path, monkeypatch):
     main(["gpu", "--count", "digits:16", "--json", str(path)])
     step = json.loads(path.read_text())["counts"]["digits:16"]
     assert set(step) >= {"launches", "bytes", "products_issued", "products_useful", "kernels"}
+
+
+@pytest.mark.slow("gpu")
+@pytest.mark.parametrize(
+    ("step", "launches", "gigabytes", "ratio"),
+    [
+        ("digits:128", 34, 1, 2),
+        ("cifar:1024", 110, 11, 1.05),
+        ("resnet50:256", 420, 150, 1.03),
+        ("mobilenet_v2:256", 420, 80, 1.1),
+    ],
+)
+def test_the_work_of_networks_has_limits(monkeypatch, step, launches, gigabytes, ratio):
+    """Bounds on the launches, GB, and products issued / useful of float32 steps."""
+    monkeypatch.setattr(nvrtc, "installed", lambda: ())
+    figures = count(step)[step]
+    assert figures["launches"] <= launches and figures["bytes"] <= gigabytes * 1e9
+    assert figures["products_useful"] <= figures["products_issued"]
+    assert figures["products_issued"] <= ratio * figures["products_useful"]
