@@ -159,7 +159,6 @@ def test_the_json_file(tmp_path, monkeypatch):
     assert set(step) >= {"launches", "bytes", "products_issued", "products_useful", "kernels"}
 
 
-@pytest.mark.slow("gpu")
 @pytest.mark.parametrize(
     ("step", "launches", "gigabytes", "ratio"),
     [
