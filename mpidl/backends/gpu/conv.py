@@ -520,7 +520,7 @@ def gemm_tile(shape, rows, processors, shared, terms, inputs=1):
     across = columns_of(shape, columns) * shape.groups
     height = 128 if -(-rows // 128) * across >= 2 * processors else 64
     wide = COLUMNS[columns] < columns  # two warps next to each other
-    resident = (2 if wide else 5 if columns < 32 else 4) * (128 // height)
+    resident = (2 if wide else 5 if columns < 24 else 4) * (128 // height)
     stages = 3 if wide else 2
     bytes_of_stage = (height * inputs + columns * (2 if terms == 3 else 1)) * STEP
     if stages * bytes_of_stage * resident > shared:
