@@ -68,8 +68,8 @@ FAULTS = [
     Fault(
         family="pool",
         description="pixels are not clipped while they are read",
-        old="pool_row<true>({x, mean, scale, beta, low, high}",
-        new="pool_row<true>({x, mean, scale, beta, low, 1e9f}",
+        old="{x, mean, scale, beta, low, high};\n    const Span",
+        new="{x, mean, scale, beta, low, 1e9f};\n    const Span",
         check=check_on_gpu,
         arguments=("max_pool2d_dx, 3x3 by 2, padding, deferred",),
     ),
