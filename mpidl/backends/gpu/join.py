@@ -5,10 +5,10 @@ import math
 import numpy as np
 
 from mpidl.backends.gpu import array, batchnorm, launching
-from mpidl.backends.gpu.batchnorm import cotangent_like, operand, read
+from mpidl.backends.gpu.batchnorm import cotangent_like, read
 from mpidl.backends.gpu.fold import partial_of_leaves
 from mpidl.backends.gpu.launching import THREADS
-from mpidl.core.blocks import LANES, DeferredInput
+from mpidl.core.blocks import LANES
 
 
 def rows_and_channels(name, x):
@@ -57,31 +57,11 @@ def split(x, channels):
 
 
 def add(a, b):
-    if not any(isinstance(x, DeferredInput) for x in (a, b)):
-        return a + b
-    return _sum(operand(a), operand(b))
+    return batchnorm.add_operands(a, b)
 
 
 def add_relu(a, b):
-    return _sum(operand(a), operand(b), relu=True)
-
-
-def _sum(a, b, relu=False):
-    """Launch the kernel that normalizes and adds two operands, (x, mean, scale, beta, low, high).
-
-    With `relu`, the result has the bits that its gradient reads, if the kernel writes them.
-    """
-    (x, *_), (other, *_) = a, b
-    if (x.dims, x.order) != (other.dims, other.order):
-        raise ValueError(f"cannot add {other} to {x}: they differ in shape or order in memory")
-    y, (images, pixels, channels) = array.empty_like(x), batchnorm.sizes(x)
-    if relu and channels % 4 == 0:
-        y.positive = array.empty((y.size // 4,), np.uint8)
-    rows = images * pixels
-    grid, tile = batchnorm.grid_of(rows, channels)
-    numbers = int(relu), rows, channels, tile
-    launching.launch("add_values", grid, THREADS, *a, *b, y, y.positive, *numbers)
-    return y
+    return batchnorm.add_operands(a, b, relu=True)
 
 
 def add_relu_dx(dy, y, normalizations, tree):
