@@ -285,14 +285,14 @@ def product(
     inputs = 1 if backward is None else 2
     limits = device.processors, device.shared
     tile = gemm_tile(shape, blocks * LANES * pixels, *limits, settings.precision, inputs)
-    own = len(y) * LANES
+    images = len(y) * LANES
     skipped = 0
     if counts is not None:
         rows_of_block = LANES * pixels
         skipped = tree.run[0] * rows_of_block % tile["BM"]
         parts = _power(-(-rows_of_block // tile["BM"]) + (rows_of_block % tile["BM"] > 0))
         leaves = array.empty((len(y) * parts, 1 + 2 * shape.filters), np.float64)
-    tiles = tiles_of(shape, own, tile["BM"], skipped, is_backward)
+    tiles = tiles_of(shape, images, tile["BM"], skipped, is_backward)
     tiles *= columns_of(shape, tile["BN"]) * shape.groups
     splits = tile["SPLITS"]
     partial = tickets = None
@@ -320,7 +320,7 @@ def product(
         threads_of(tile),
         *(x, weight, bias, y, *norm, period, *of_backward, valid),
         *((None, 0, 0) if counts is None else (leaves, parts, skipped)),
-        *(partial, tickets, own, *shape),
+        *(partial, tickets, images, *shape),
         shared=shared_of(tile, inputs, terms()),
         defines=defines,
     )
@@ -436,12 +436,12 @@ def _ranges(tree, images, tiles, pixels, slots, levels):
 
 def _vector(channels, period, *arrays):
     """Return how many values to copy at once: the most that fit into 16 bytes and are aligned."""
-    most = 16 // arrays[0].dtype.itemsize
-    whole = math.gcd(channels, period)
+    limit = 16 // arrays[0].dtype.itemsize
+    divisible = math.gcd(channels, period)
     return next(
         n
-        for n in (most, most // 2, most // 4, 1)
-        if n and whole % n == 0 and all(a.offset % (n * a.dtype.itemsize) == 0 for a in arrays)
+        for n in (limit, limit // 2, limit // 4, 1)
+        if n and divisible % n == 0 and all(a.offset % (n * a.dtype.itemsize) == 0 for a in arrays)
     )
 
 
@@ -476,8 +476,8 @@ def shared_of_dweight(tile, levels, itemsize):
     """Return the bytes of shared memory of conv_dweight: stages, levels, and parts of SPLIT."""
     rows, columns = tile["BM"], tile["BN"]
     pitches = rows + 8 + columns + (0 if columns % 32 == 24 else 8)
-    kept = levels * (rows + 1) * columns + (tile["SPLIT"] - 1) * rows * columns
-    return tile["STAGES"] * pitches * PIXELS * itemsize + 4 * kept
+    folded = levels * (rows + 1) * columns + (tile["SPLIT"] - 1) * rows * columns
+    return tile["STAGES"] * pitches * PIXELS * itemsize + 4 * folded
 
 
 def columns_of(shape, columns):

@@ -133,8 +133,8 @@ def test_thread_blocks_that_share_a_tile_add_up_in_order(emulated, monkeypatch, 
             (forward, *_) = tiles_of(layer, device)
             assert (forward["SPLITS"] > 1) == (processors > 1)
             outputs.append(layer.forward().astype("f4").numpy())
-            again = layer.forward().astype("f4").numpy()
-            assert again.tobytes() == outputs[-1].tobytes()
+            second = layer.forward().astype("f4").numpy()
+            assert second.tobytes() == outputs[-1].tobytes()
     conv.gemm_tile.cache_clear()
     assert outputs[0].tobytes() == outputs[1].tobytes()
     assert relative(outputs[0], outputs[2]) < {"fp32": LIMITS["fp32"], "bf16": 2e-3}[precision]
