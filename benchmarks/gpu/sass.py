@@ -120,7 +120,7 @@ def conv_unit(precision: str) -> kernels.Unit:
         launching.open(None)
     (unit,) = (unit for unit in device.units if unit.family == "conv_gemm")
     defines = dict(unit.defines)
-    most = 8 if precision == "bf16" else 4
-    if (defines["BM"], defines["BN"], defines["VECTOR"]) != (128, 64, most):
-        raise RuntimeError(f"expected a tile of 128 x 64 and vectors of {most}, got {defines}")
+    vector = 8 if precision == "bf16" else 4
+    if (defines["BM"], defines["BN"], defines["VECTOR"]) != (128, 64, vector):
+        raise RuntimeError(f"expected a tile of 128 x 64 and vectors of {vector}, got {defines}")
     return unit

@@ -387,6 +387,7 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
         if (row_of_y[i] >= 0) store_result<ACROSS>(y + row_of_y[i] + column, v);
     }
 #if MOMENTS
+    __syncthreads();  // other threads have changed rows of the tile
     // for each block of images in the tile: a thread's rows, then all rows of a column
     float* of_line = tile + BM * PITCH;
     const long long of_block = 16LL * P * Q, used = min(rows, (long long)valid[0] * (P * Q));

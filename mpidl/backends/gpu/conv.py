@@ -192,7 +192,8 @@ def _input_of(kernels, x):
 def _is_pointwise(shape):
     """Return whether each output pixel reads one input pixel, and each input pixel is read once."""
     sizes = (shape.height, shape.width), (shape.out_height, shape.out_width)
-    return sizes[0] == sizes[1] and shape.taps == shape.groups == 1
+    strides = shape.stride_down, shape.stride_across  # larger strides can read padding
+    return sizes[0] == sizes[1] and {shape.taps, shape.groups, *strides} == {1}
 
 
 def _shape(x, weight, geometry, dy=None):
@@ -285,15 +286,15 @@ def product(
     blocks = USUAL if tree is None else tree.leaves
     inputs = 1 if backward is None else 2
     limits = device.processors, device.shared
-    tile = gemm_tile(shape, blocks * LANES * pixels, *limits, terms(), inputs)
-    own = len(y) * LANES
+    tile = gemm_tile(shape, blocks * LANES * pixels, *limits, settings.precision, inputs)
+    images = len(y) * LANES
     skipped = 0
     if counts is not None:
         rows_of_block = LANES * pixels
         skipped = tree.run[0] * rows_of_block % tile["BM"]
         parts = _power(-(-rows_of_block // tile["BM"]) + (rows_of_block % tile["BM"] > 0))
         leaves = array.empty((len(y) * parts, 1 + 2 * shape.filters), np.float64)
-    tiles = tiles_of(shape, own, tile["BM"], skipped, is_backward)
+    tiles = tiles_of(shape, images, tile["BM"], skipped, is_backward)
     tiles *= columns_of(shape, tile["BN"]) * shape.groups
     splits = tile["SPLITS"]
     partial = tickets = None
@@ -321,7 +322,7 @@ def product(
         threads_of(tile),
         *(x, weight, bias, y, *norm, period, *of_backward, valid),
         *((None, 0, 0) if counts is None else (leaves, parts, skipped)),
-        *(partial, tickets, own, *shape),
+        *(partial, tickets, images, *shape),
         shared=shared_of(tile, inputs, terms()),
         defines=defines,
     )
@@ -348,7 +349,9 @@ def dweight_of(dy, x, weight, shape, tree, with_bias=False):
     slots = device.processors * tile["MIN_BLOCKS"]
     pixels = shape.out_height * shape.out_width
     images = images_per_leaf(tiles, pixels, tree.leaves, slots)
-    ranges, ends = _ranges(tree, images, tiles, pixels, slots)
+    none, one = (shared_of_dweight(tile, n, dy.dtype.itemsize) for n in (0, 1))
+    fitting = (device.shared - none) // (one - none)
+    ranges, ends = _ranges(tree, images, tiles, pixels, slots, fitting)
     longest = max((count for _, count in ranges), default=1)
     levels = 0 if longest == 1 else max(1, (longest - 1).bit_length() if not tree.plain else 1)
     leaves = array.empty((len(ranges), weight.size))
@@ -404,19 +407,19 @@ def images_per_leaf(tiles, pixels, blocks, slots):
     return min((1, 2, 4, 8, LANES), key=cost)
 
 
-def _ranges(tree, images, tiles, pixels, slots):
+def _ranges(tree, images, tiles, pixels, slots, levels):
     """Divide this rank's leaves into ranges that blocks of threads fold; return (ranges, ends).
 
     A range is (first leaf, number of leaves), and is itself a node of the tree. `ends` has a pair
     (first range, number of ranges) for each node of this rank. How the leaves are divided does not
-    change the bytes, so it may depend on this rank's share. The nodes of a plain sum are not
-    divided.
+    change the bytes, so it may depend on this rank's share and on the number of `levels` for which
+    a block has shared memory. The nodes of a plain sum are not divided if there is a level.
     """
     start, per_block = tree.run[0], LANES // images
     nodes = [((a - start) * per_block, (b - start) * per_block) for a, b in tree.nodes[tree.rank]]
-    if tree.plain:
+    if tree.plain and levels > 0:
         size = max([b - a for a, b in nodes], default=1)
-    elif images < LANES:
+    elif tree.plain or images < LANES:
         size = 1
     else:
 
@@ -424,7 +427,7 @@ def _ranges(tree, images, tiles, pixels, slots):
             count = sum(-(-(b - a) // size) for a, b in nodes)
             return -(-count * tiles // slots) * (size * images * pixels + START), -size
 
-        size = min((1 << level for level in range(LEVELS + 1)), key=cost)
+        size = min((1 << level for level in range(min(levels, LEVELS) + 1)), key=cost)
     ranges, ends = [], []
     for first, stop in nodes:
         parts = [(i, min(size, stop - i)) for i in range(first, stop, size)]
@@ -435,12 +438,12 @@ def _ranges(tree, images, tiles, pixels, slots):
 
 def _vector(channels, period, *arrays):
     """Return how many values to copy at once: the most that fit into 16 bytes and are aligned."""
-    most = 16 // arrays[0].dtype.itemsize
-    whole = math.gcd(channels, period)
+    limit = 16 // arrays[0].dtype.itemsize
+    divisible = math.gcd(channels, period)
     return next(
         n
-        for n in (most, most // 2, most // 4, 1)
-        if n and whole % n == 0 and all(a.offset % (n * a.dtype.itemsize) == 0 for a in arrays)
+        for n in (limit, limit // 2, limit // 4, 1)
+        if n and divisible % n == 0 and all(a.offset % (n * a.dtype.itemsize) == 0 for a in arrays)
     )
 
 
@@ -475,8 +478,8 @@ def shared_of_dweight(tile, levels, itemsize):
     """Return the bytes of shared memory of conv_dweight: stages, levels, and parts of SPLIT."""
     rows, columns = tile["BM"], tile["BN"]
     pitches = rows + 8 + columns + (0 if columns % 32 == 24 else 8)
-    kept = levels * (rows + 1) * columns + (tile["SPLIT"] - 1) * rows * columns
-    return tile["STAGES"] * pitches * PIXELS * itemsize + 4 * kept
+    folded = levels * (rows + 1) * columns + (tile["SPLIT"] - 1) * rows * columns
+    return tile["STAGES"] * pitches * PIXELS * itemsize + 4 * folded
 
 
 def columns_of(shape, columns):
@@ -511,7 +514,7 @@ def _power(n):
 
 
 @functools.lru_cache(maxsize=256)
-def gemm_tile(shape, rows, processors, shared, terms, inputs=1):
+def gemm_tile(shape, rows, processors, shared, precision, inputs=1):
     """Return the macros BM, BN, WM, WN, STAGES, MIN_BLOCKS and SPLITS of conv_gemm, as a dict.
 
     `rows` is the total number of output pixels. A tile has 128 rows, or 64 if tiles of 128 rows
@@ -522,12 +525,12 @@ def gemm_tile(shape, rows, processors, shared, terms, inputs=1):
     across = columns_of(shape, columns) * shape.groups
     height = 128 if -(-rows // 128) * across >= 2 * processors else 64
     wide = COLUMNS[columns] < columns  # two warps next to each other
-    resident = (2 if wide else 5 if columns < 32 else 4) * (128 // height)
+    resident = (2 if wide else 5 if columns < 24 else 4) * (128 // height)
     stages = 3 if wide else 2
-    bytes_of_stage = (height * inputs + columns * (2 if terms == 3 else 1)) * STEP
+    bytes_of_stage = (height * inputs + columns * (2 if precision == "fp32" else 1)) * STEP
     if stages * bytes_of_stage * resident > shared:
         stages = 2
-    depth = shape.width_of_filter // (32 if settings.precision != "bf16" else 64)
+    depth = shape.width_of_filter // (64 if precision == "bf16" else 32)
     tiles, splits = -(-rows // height) * across, 1
     while 2 * splits * tiles <= processors and depth >= 2 * splits * SHORTEST:
         splits *= 2

@@ -10,9 +10,8 @@ import math
 import numpy as np
 
 from mpidl.backends import shapes
-from mpidl.backends.gpu import array, conv
+from mpidl.backends.gpu import array, batchnorm, conv
 from mpidl.backends.gpu.array import Array
-from mpidl.backends.gpu.batchnorm import activation_sums, read
 from mpidl.core.blocks import LANES, DeferredInput
 
 POINT = shapes.Geometry((1, 1), ((0, 0), (0, 0)))
@@ -41,12 +40,17 @@ def _filters(weight):
     return Array(weight.buffer, weight.dtype, dims, dims, array.FILTERS, weight.offset)
 
 
+def _stored(x):
+    """Return the Array that x stores, which may be a DeferredInput."""
+    return batchnorm.operand(x)[0]
+
+
 def _input(x, weight):
     """Return x, which may be a DeferredInput, for the convolution; raise ValueError if it differs.
 
     The features of x and of the weights must have the same order.
     """
-    values = x.x if isinstance(x, DeferredInput) else x
+    values = _stored(x)
     if values.dims[1:-1] != weight.dims[1:] or values.order[2:] != weight.order[1:]:
         raise ValueError(
             f"dense: expected weights for images {values.dims[1:-1]}, got {weight.dims[1:]} per "
@@ -55,7 +59,7 @@ def _input(x, weight):
     if not isinstance(x, DeferredInput):
         return _pixels(x)
     if conv.is_direct(_shape(weight)):
-        return _pixels(read(x))
+        return _pixels(batchnorm.read(x))
     return type(x)(_pixels(values), *x[1:])
 
 
@@ -79,8 +83,8 @@ def _dx(dy, weight, dtype):
     rows_of(dy, "dense_dx")
     dx = array.empty_lanes((dy.dims[0], *weight.dims[1:], LANES), dtype)
     like = _pixels(dx)
-    found, _ = conv.dx_of(_pixels(dy), like, _filters(weight), POINT, None)
-    view = Array(found.buffer, found.dtype, dx.shape, dx.dims, dx.order, found.offset)
+    computed, _ = conv.dx_of(_pixels(dy), like, _filters(weight), POINT, None)
+    view = Array(computed.buffer, dx.dtype, dx.shape, dx.dims, dx.order, computed.offset)
     return view.reshape(dx.dims[0], like.dims[1], LANES)
 
 
@@ -90,7 +94,7 @@ def dense_dweight(dy, x, tree):
 
 def _gradients(dy, x, tree, with_bias):
     """Return the Partials of the gradients of the weights and, if `with_bias`, of the bias."""
-    outputs, values = rows_of(dy, "dense_dweight")[1], x.x if isinstance(x, DeferredInput) else x
+    outputs, values = rows_of(dy, "dense_dweight")[1], _stored(x)
     order, size = (0, *values.order[2:]), math.prod(values.dims[1:-1])
     like = Array(None, np.float32, (outputs, size), (outputs, *values.dims[1:-1]), order)
     arguments = _pixels(dy), _input(x, like), like, _shape(like), tree
@@ -100,10 +104,10 @@ def _gradients(dy, x, tree, with_bias):
 def dense_backward(dy, x, weight, tree, needs):
     dx = sums = dweight = dbias = None
     if needs[0]:
-        values = x.x if isinstance(x, DeferredInput) else x
+        values = _stored(x)
         dx = _dx(dy, weight, values.dtype)
         if isinstance(x, DeferredInput):
-            sums = activation_sums(dx.reshape(values.shape), x, tree)
+            sums = batchnorm.activation_sums(dx.reshape(values.shape), x, tree)
     if needs[1] or needs[2]:
         dweight, dbias = _gradients(dy, x, tree, needs[2])
     return dx, dweight if needs[1] else None, dbias, sums

@@ -46,8 +46,12 @@ def units(architecture):
     precision = settings.precision
     try:
         launching.open(device)
-        every = DIGITS + CIFAR + ODD
-        for settings.precision, layers in (("fp32", every), ("tf32", DIGITS), ("bf16", every)):
+        layers_of_all = DIGITS + CIFAR + ODD
+        for settings.precision, layers in (
+            ("fp32", layers_of_all),
+            ("tf32", DIGITS),
+            ("bf16", layers_of_all),
+        ):
             for layer in layers:
                 _convolve(*layer)
         for channels in (3, 32):
