@@ -9,6 +9,7 @@ import functools
 import pytest
 import test_gpu_activation as activation
 import test_gpu_batchnorm as batchnorm
+import test_gpu_bf16 as bf16
 import test_gpu_dense as dense
 import test_gpu_elementwise as elementwise
 import test_gpu_fold as fold
@@ -20,11 +21,44 @@ from emulator import opened
 from planted_faults import BARRIER, CONVOLUTION_FAULTS, Fault, faults
 from test_conformance import check_on_gpu
 
+from mpidl.backends import settings
 from mpidl.backends.gpu import kernels
 
 ORDERS = (0, 1, 2)
+
+
+def check_bf16(device, monkeypatch, check, *arguments):
+    """Run a check of test_gpu_bf16.py, whose fixture sets the precision."""
+    monkeypatch.setattr(settings, "precision", "bf16")
+    check(device, *arguments)
+
+
 FAULTS = [
     *CONVOLUTION_FAULTS,
+    Fault(
+        family="conv_gemm",
+        description="a bfloat16 sum is rounded before the bias is added",
+        old="tile[i * PITCH + column + e] + of_bias",
+        new="as_stored(tile[i * PITCH + column + e]) + of_bias",
+        check=check_bf16,
+        arguments=(bf16.test_an_op_rounds_its_result_once, bf16.convolution),
+    ),
+    Fault(
+        family="conv_gemm",
+        description="the statistics are those of numbers before they are stored in bfloat16",
+        old="= as_stored(v.at[e]);",
+        new="= v.at[e];",
+        check=check_bf16,
+        arguments=(bf16.test_statistics_are_those_of_the_stored_numbers,),
+    ),
+    Fault(
+        family="batchnorm",
+        description="a normalized number is rounded to bfloat16 before it is added",
+        old="sum = activated(v[i].at[k], a, of_a, k) +",
+        new="sum = as_stored(activated(v[i].at[k], a, of_a, k)) +",
+        check=check_bf16,
+        arguments=(bf16.test_an_op_rounds_its_result_once, bf16.addition),
+    ),
     Fault(
         family="pool",
         description="the last of equal pixels is the maximum",
