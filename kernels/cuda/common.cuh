@@ -233,16 +233,12 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], const u32 
 }
 #endif
 
-// The shape of a convolution: the constants CONV_SHAPE if defined, else the kernel's arguments,
-// starting with `height`.
+// The shape of a convolution (`Shape` in mpidl/backends/gpu/conv.py): the constants CONV_SHAPE if
+// they are defined, else the array `sizes`, an argument of the kernel.
 #ifdef CONV_SHAPE
 #define DEFINE_SHAPE(shape) constexpr int shape[] = {CONV_SHAPE}
 #else
-#define DEFINE_SHAPE(shape)                                                                        \
-    const int shape[] = {height,      width,         channels, out_height, out_width,              \
-                         filters,     taps_down,     taps_across,                                  \
-                         stride_down, stride_across, top,      left,                               \
-                         dilation_down, dilation_across, groups}
+#define DEFINE_SHAPE(shape) const int* const shape = sizes
 #endif
 
 // Adds the sums of a warp's products to `total`, and sets the sums to 0.

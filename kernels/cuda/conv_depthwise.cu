@@ -9,9 +9,9 @@
 //
 // x may be an activation that is computed while x is read (Source in common.cuh).
 //
-// Definitions: VECTOR is 4 if the channels are a multiple of 4, else 1. CONV_SHAPE (optional) gives
-// the kernel's arguments from `height` on as constants. The weights of a thread, or its sums of
-// their gradient, are then in registers if they are few.
+// Definitions: VECTOR is 4 if the channels are a multiple of 4, else 1. CONV_SHAPE is optional
+// (see common.cuh); with it, the weights of a thread, or its sums of their gradient, are in registers
+// if they are few.
 #ifndef VECTOR
 #define VECTOR 4
 #endif
@@ -98,13 +98,36 @@ struct Operand {
     }
 };
 
-// Computes rows of y from rows of x. P and Q are the sizes of y.
+// The part of y that thread number `n` of the grid computes.
+struct Strip {
+    long long image;
+    int first, q0, channel;  // the first row, the first column
+
+    __device__ __forceinline__ Strip(long long n, int tall, int C, int P, int Q) {
+        const int vectors = C / VECTOR, strips = (Q + PIXELS - 1) / PIXELS;
+        const int parts = (P + tall - 1) / tall;
+        long long rest = n / vectors;
+        channel = (int)(n - rest * vectors) * VECTOR;
+        q0 = (int)(rest % strips) * PIXELS, rest /= strips;
+        first = (int)(rest % parts) * tall, image = rest / parts;
+    }
+};
+
+// Computes this thread's part of y, or backward of dx from dy.
 template <bool BACKWARD>
-__device__ __forceinline__ void convolve(const Operand& x, const float* weight, const float* bias,
-                                         value* y, int image, int first, int last, int q0,
-                                         int channel, int C, int P, int Q, const Axis& down,
-                                         const Axis& across) {
+__device__ __forceinline__ void convolve(const Source& source, const float* weight,
+                                         const float* bias, value* y, int images, int tall,
+                                         const int* sizes) {
     typedef Window<BACKWARD> Line;
+    DEFINE_SHAPE(shape);
+    constexpr int FROM = BACKWARD ? 3 : 0, TO = BACKWARD ? 0 : 3;  // sizes of x and y in `shape`
+    const int C = shape[2], P = shape[TO], Q = shape[TO + 1];
+    const Strip own((long long)blockIdx.x * THREADS + threadIdx.x, tall, C, P, Q);
+    if (own.image >= images) return;
+    const Axis down = {shape[FROM], shape[6], shape[8], shape[10], shape[12]};
+    const Axis across = {shape[FROM + 1], shape[7], shape[9], shape[11], shape[13]};
+    const int q0 = own.q0, channel = own.channel, last = min(own.first + tall, P);
+    const Operand x(source, channel);
     const int taps = down.taps * across.taps;
     float kept[UNROLL][VECTOR] = {};
 #pragma unroll
@@ -113,9 +136,9 @@ __device__ __forceinline__ void convolve(const Operand& x, const float* weight, 
         for (int k = 0; k < VECTOR; ++k) kept[tap][k] = weight[(channel + k) * taps + tap];
     Vector of_bias = {};
     if (bias) of_bias = of_channels<VECTOR>(bias, channel);
-    const long long start = (long long)image * down.size * across.size;
+    const long long start = own.image * down.size * across.size;
 #pragma unroll 1
-    for (int p = first; p < last; ++p) {
+    for (int p = own.first; p < last; ++p) {
         float sum[PIXELS][VECTOR] = {};
 #pragma unroll UNROLL
         for (int r = 0; r < down.taps; ++r) {
@@ -147,7 +170,7 @@ __device__ __forceinline__ void convolve(const Operand& x, const float* weight, 
                 }
             }
         }
-        value* to = y + (((long long)image * P + p) * Q + q0) * C + channel;
+        value* to = y + ((own.image * P + p) * Q + q0) * C + channel;
 #pragma unroll
         for (int i = 0; i < PIXELS; ++i) {
             if (q0 + i >= Q) break;
@@ -159,21 +182,6 @@ __device__ __forceinline__ void convolve(const Operand& x, const float* weight, 
     }
 }
 
-// The part of y that thread number `n` of the grid computes.
-struct Strip {
-    long long image;
-    int first, q0, channel;  // the first row, the first column
-
-    __device__ __forceinline__ Strip(long long n, int tall, int C, int P, int Q) {
-        const int vectors = C / VECTOR, strips = (Q + PIXELS - 1) / PIXELS;
-        const int parts = (P + tall - 1) / tall;
-        long long rest = n / vectors;
-        channel = (int)(n - rest * vectors) * VECTOR;
-        q0 = (int)(rest % strips) * PIXELS, rest /= strips;
-        first = (int)(rest % parts) * tall, image = rest / parts;
-    }
-};
-
 }  // namespace
 
 // y (images, P, Q, C) = cross-correlation of x (images, H, W, C) with the weights, plus bias unless
@@ -182,40 +190,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv_depthwise(const value* __restrict__ x, const float* __restrict__ mean,
                const float* __restrict__ scale, const float* __restrict__ beta, float low,
                float high, const float* __restrict__ weight, const float* __restrict__ bias,
-               value* __restrict__ y, int images, int tall, int height, int width, int channels,
-               int out_height, int out_width, int filters, int taps_down, int taps_across,
-               int stride_down, int stride_across, int top, int left, int dilation_down,
-               int dilation_across, int groups) {
-    DEFINE_SHAPE(shape);
-    const int C = shape[2], P = shape[3], Q = shape[4];
-    const Strip own((long long)blockIdx.x * THREADS + threadIdx.x, tall, C, P, Q);
-    if (own.image >= images) return;
-    const Axis down = {shape[0], shape[6], shape[8], shape[10], shape[12]};
-    const Axis across = {shape[1], shape[7], shape[9], shape[11], shape[13]};
-    const Source source = {x, mean, scale, beta, low, high};
-    const Operand operand(source, own.channel);
-    convolve<false>(operand, weight, bias, y, own.image, own.first, min(own.first + tall, P),
-                    own.q0, own.channel, C, P, Q, down, across);
+               value* __restrict__ y, int images, int tall, const int* __restrict__ sizes) {
+    convolve<false>({x, mean, scale, beta, low, high}, weight, bias, y, images, tall, sizes);
 }
 
 // dx (images, H, W, C) from dy (images, P, Q, C). A pixel of dx has products only with the pixels
 // of dy that read it.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv_depthwise_dx(const value* __restrict__ dy, const float* __restrict__ weight,
-                  value* __restrict__ dx, int images, int tall, int height, int width,
-                  int channels, int out_height, int out_width, int filters, int taps_down,
-                  int taps_across, int stride_down, int stride_across, int top, int left,
-                  int dilation_down, int dilation_across, int groups) {
-    DEFINE_SHAPE(shape);
-    const int H = shape[0], W = shape[1], C = shape[2];
-    const Strip own((long long)blockIdx.x * THREADS + threadIdx.x, tall, C, H, W);
-    if (own.image >= images) return;
-    const Axis down = {shape[3], shape[6], shape[8], shape[10], shape[12]};
-    const Axis across = {shape[4], shape[7], shape[9], shape[11], shape[13]};
-    const Source source = {dy, nullptr, nullptr, nullptr, 0.f, 0.f};
-    const Operand operand(source, own.channel);
-    convolve<true>(operand, weight, nullptr, dx, own.image, own.first, min(own.first + tall, H),
-                   own.q0, own.channel, C, H, W, down, across);
+                  value* __restrict__ dx, int images, int tall, const int* __restrict__ sizes) {
+    convolve<true>({dy}, weight, nullptr, dx, images, tall, sizes);
 }
 
 // The gradient with respect to the weights, with one leaf for images_per_leaf consecutive images:
@@ -229,10 +213,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv_depthwise_dweight(const value* __restrict__ dy, const value* __restrict__ x,
                        const float* __restrict__ mean, const float* __restrict__ scale,
                        const float* __restrict__ beta, float low, float high,
-                       float* __restrict__ leaves, int images_per_leaf, int tile, int height,
-                       int width, int channels, int out_height, int out_width, int filters,
-                       int taps_down, int taps_across, int stride_down, int stride_across, int top,
-                       int left, int dilation_down, int dilation_across, int groups) {
+                       float* __restrict__ leaves, int images_per_leaf, int tile,
+                       const int* __restrict__ sizes) {
     typedef Window<false> Line;
     DEFINE_SHAPE(shape);
     __shared__ float sums[VECTOR][THREADS];

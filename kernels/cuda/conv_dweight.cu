@@ -59,10 +59,7 @@ conv_dweight(const value* __restrict__ dy, const value* __restrict__ x,
              const int* __restrict__ ranges, float* __restrict__ nodes,
              float* __restrict__ bias_nodes, const float* __restrict__ mean,
              const float* __restrict__ scale, const float* __restrict__ beta, float low, float high,
-             int period, int plain, int images, int height, int width, int channels, int out_height,
-             int out_width, int filters, int taps_down, int taps_across, int stride_down,
-             int stride_across, int top, int left, int dilation_down, int dilation_across,
-             int groups) {
+             int period, int plain, int images, const int* __restrict__ sizes) {
     DEFINE_SHAPE(shape);
     const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
     const int S = shape[7], CG = C / shape[14], KG = K / shape[14];

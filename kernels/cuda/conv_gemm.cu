@@ -22,7 +22,7 @@
 // steps in shared memory. VECTOR is the number of elements that are copied at once, and ACROSS the
 // number of columns that are stored at once. TERMS is 3 for three TF32 products of a product of
 // floats (w has a second half: the remainders), and 1 for one; bfloat16 needs one. BACKWARD is 1 for
-// backward-data. CONV_SHAPE (optional) gives the kernel's arguments from `height` on as constants.
+// backward-data. CONV_SHAPE is optional (see common.cuh).
 // INPUT: 1 if x is normalized and clipped while it is loaded; 2 if x is the cotangent of a
 // normalization, which is differentiated while it is loaded (1x1 filters only). MOMENTS: 1 if the
 // moments of y are computed. SPLITS: the number of blocks that share the steps of a tile. WIDE: 1 if
@@ -119,10 +119,7 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
           int period, const value* __restrict__ inputs, const float* __restrict__ a,
           const float* __restrict__ b, const float* __restrict__ c, value* __restrict__ dz,
           const int* __restrict__ valid, double* __restrict__ leaves, int parts, int skipped,
-          float* partial, int* tickets, int images, int height, int width, int channels,
-          int out_height, int out_width, int filters, int taps_down, int taps_across,
-          int stride_down, int stride_across, int top, int left, int dilation_down,
-          int dilation_across, int groups) {
+          float* partial, int* tickets, int images, const int* __restrict__ sizes) {
     DEFINE_SHAPE(shape);
     const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
     const int S = shape[7], CG = C / shape[14], KG = K / shape[14];  // per group

@@ -75,6 +75,17 @@ class Shape(NamedTuple):
     def filters_of_group(self):
         return self.filters // self.groups
 
+    @property
+    def sizes(self):
+        """The argument `sizes` of the kernels, an int32 Array."""
+        return launching.constant(np.array(self, np.int32))
+
+    @property
+    def definition(self):
+        """Definition of the shape for compiling a kernel, if the device compiles one per layer."""
+        is_defined = getattr(launching.device(), "specialize", False)
+        return {"CONV_SHAPE": ",".join(map(str, self))} if is_defined else {}
+
     def turned(self):
         """Return this Shape with input and output exchanged, for the gradient of the input."""
         return self._replace(
@@ -301,14 +312,19 @@ def product(
     if splits > 1:
         partial = array.empty((tiles * splits * tile["BM"] * tile["BN"],))
         tickets = launching.constant(np.zeros(max(tiles, 1), np.int32))
-    defines = definitions(tile, shape, device) | {
-        "VECTOR": _vector(shape.channels // shape.groups, period, x, weight),
-        "ACROSS": 4 if shape.filters_of_group % 4 == 0 and y.offset % 16 == 0 else 1,
-        "BACKWARD": int(is_backward),
-        "INPUT": 2 if backward is not None else int(norm[0] is not None),
-        "MOMENTS": int(counts is not None),
-        "WIDE": int(y.dtype != x.dtype),
-    }
+    defines = (
+        tile
+        | shape.definition
+        | {
+            "TERMS": terms(),
+            "VECTOR": _vector(shape.channels // shape.groups, period, x, weight),
+            "ACROSS": 4 if shape.filters_of_group % 4 == 0 and y.offset % 16 == 0 else 1,
+            "BACKWARD": int(is_backward),
+            "INPUT": 2 if backward is not None else int(norm[0] is not None),
+            "MOMENTS": int(counts is not None),
+            "WIDE": int(y.dtype != x.dtype),
+        }
+    )
     of_backward, valid = (None,) * 5, counts
     if backward is not None:
         after, *factors, valid = backward
@@ -322,7 +338,7 @@ def product(
         threads_of(tile),
         *(x, weight, bias, y, *norm, period, *of_backward, valid),
         *((None, 0, 0) if counts is None else (leaves, parts, skipped)),
-        *(partial, tickets, images, *shape),
+        *(partial, tickets, images, shape.sizes),
         shared=shared_of(tile, inputs, terms()),
         defines=defines,
     )
@@ -357,18 +373,23 @@ def dweight_of(dy, x, weight, shape, tree, with_bias=False):
     leaves = array.empty((len(ranges), weight.size))
     of_bias = array.empty((len(ranges), shape.filters)) if with_bias else None
     table = None if longest == 1 else launching.constant(np.array(ranges, np.int32))
-    defines = definitions(tile, shape, device) | {
-        "VECTOR_X": _vector(shape.channels // shape.groups, period, source[0]),
-        "VECTOR_Y": _vector(shape.filters_of_group, shape.filters_of_group, dy),
-        "INPUT": int(source[1] is not None),
-        "LEVELS": levels,
-    }
+    defines = (
+        tile
+        | shape.definition
+        | {
+            "TERMS": terms(),
+            "VECTOR_X": _vector(shape.channels // shape.groups, period, source[0]),
+            "VECTOR_Y": _vector(shape.filters_of_group, shape.filters_of_group, dy),
+            "INPUT": int(source[1] is not None),
+            "LEVELS": levels,
+        }
+    )
     launching.launch(
         "conv_dweight",
         len(ranges) * tiles,
         threads_of(tile),
         *(dy, source[0], table, leaves, of_bias, *source[1:], period, int(tree.plain)),
-        *(images, *shape),
+        *(images, shape.sizes),
         shared=shared_of_dweight(tile, levels, dy.dtype.itemsize),
         defines=defines,
     )
@@ -445,21 +466,6 @@ def _vector(channels, period, *arrays):
         for n in (limit, limit // 2, limit // 4, 1)
         if n and divisible % n == 0 and all(a.offset % (n * a.dtype.itemsize) == 0 for a in arrays)
     )
-
-
-def definitions(tile, shape, device):
-    """Return the preprocessor definitions {name: value} for compiling a convolution kernel.
-
-    If the device compiles a kernel for each layer (`specialize`), the definitions contain the
-    shape. Otherwise the shape occupies registers, and the kernel is compiled for fewer resident
-    thread blocks per multiprocessor.
-    """
-    defines = {**tile, "TERMS": terms()}
-    if getattr(device, "specialize", False):
-        defines["CONV_SHAPE"] = ",".join(map(str, shape))
-    else:
-        defines["MIN_BLOCKS"] = max(1, tile["MIN_BLOCKS"] // 2)
-    return defines
 
 
 def threads_of(tile):

@@ -29,13 +29,6 @@ def _vector(channels, *arrays):
     return 4 if channels % 4 == 0 and aligned else 1
 
 
-def _definitions(shape, vector):
-    """Return the definitions for compiling the kernels, {name: value}."""
-    if getattr(launching.device(), "specialize", False):  # the device compiles a kernel per layer
-        return {"VECTOR": vector, "CONV_SHAPE": ",".join(map(str, shape))}
-    return {"VECTOR": vector}
-
-
 def _grid(images, height, width, vectors):
     """Return (blocks of threads, rows of a thread) for pixels of height x width.
 
@@ -55,8 +48,8 @@ def forward(x, weight, bias, shape):
     images, vector = len(x) * LANES, _vector(channels, x)
     grid, tall = _grid(images, height, width, channels // vector)
     arguments = *source, weight, bias, y, images, tall
-    defines = _definitions(shape, vector)
-    launching.launch("conv_depthwise", grid, THREADS, *arguments, *shape, defines=defines)
+    defines = {"VECTOR": vector, **shape.definition}
+    launching.launch("conv_depthwise", grid, THREADS, *arguments, shape.sizes, defines=defines)
     return y
 
 
@@ -65,8 +58,9 @@ def dx(dy, x, weight, shape):
     gradient, (height, width, channels) = array.empty_lanes(x.dims, dy.dtype), shape[:3]
     images, vector = len(x) * LANES, _vector(channels, dy)
     grid, tall = _grid(images, height, width, channels // vector)
-    arguments, defines = (dy, weight, gradient, images, tall), _definitions(shape, vector)
-    launching.launch("conv_depthwise_dx", grid, THREADS, *arguments, *shape, defines=defines)
+    arguments = dy, weight, gradient, images, tall, shape.sizes
+    defines = {"VECTOR": vector, **shape.definition}
+    launching.launch("conv_depthwise_dx", grid, THREADS, *arguments, defines=defines)
     return gradient
 
 
@@ -82,6 +76,7 @@ def dweight_leaves(dy, x, shape, tree):
     leaves = array.empty((len(dy) * (LANES // images), channels * shape.taps))
     vector = _vector(channels, source[0], dy)
     grid = len(leaves) * -(-(channels // vector) // tile)
-    arguments, defines = (dy, *source, leaves, images, tile), _definitions(shape, vector)
-    launching.launch("conv_depthwise_dweight", grid, THREADS, *arguments, *shape, defines=defines)
+    arguments = dy, *source, leaves, images, tile, shape.sizes
+    defines = {"VECTOR": vector, **shape.definition}
+    launching.launch("conv_depthwise_dweight", grid, THREADS, *arguments, defines=defines)
     return leaves, LANES // images
