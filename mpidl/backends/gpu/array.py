@@ -34,11 +34,8 @@ def order_of_lanes(dims):
 class Bounds:
     """Minimum and maximum of the integers in an Array, for checks by the host without a download.
 
-    Parameters
-    ----------
-    limits : (smallest, largest), optional
-        The smallest and largest integer. None while a training step is recorded: the limits are
-        then unknown, because every mini-batch has different integers.
+    `limits` are (smallest, largest), or None while a training step is recorded: every mini-batch
+    has different integers.
     """
 
     def __init__(self, limits=None):
@@ -108,19 +105,9 @@ def placed(value, like):
 
 
 def together(arrays, image_shapes):
-    """Upload several arrays into one allocation of device memory.
+    """Upload {name: array} in float32 into one allocation of device memory; return {name: Array}.
 
-    Parameters
-    ----------
-    arrays : {name: float32 array}
-        The arrays.
-    image_shapes : {name: shape}
-        The argument `image_shape` of `filters` for weights of flattened images. Names of other
-        arrays may be missing.
-
-    Returns
-    -------
-    {name: Array}
+    `image_shapes` are the arguments `image_shape` of `filters` for weights of flattened images.
     """
     places, size = {}, 0
     for name, value in arrays.items():

@@ -405,20 +405,10 @@ def dweight_of(dy, x, weight, shape, tree, with_bias=False):
 def images_per_leaf(tiles, pixels, blocks, slots):
     """Return the number of images per leaf of the weight gradient: 1, 2, 4, 8 or 16.
 
-    A leaf is the sum of the gradients of consecutive images. With fewer images per leaf there are
-    more tiles, but also more leaves to write and fold. The result minimizes the time of all tiles
-    of the mini-batch on one GPU, which computes `slots` tiles at a time.
-
-    Parameters
-    ----------
-    tiles : int
-        Number of tiles per leaf.
-    pixels : int
-        Number of pixels of an output image.
-    blocks : int
-        Number of blocks of 16 images in the global mini-batch.
-    slots : int
-        Number of tiles that the GPU computes at a time.
+    A leaf is the sum of the gradients of consecutive images, whose outputs have `pixels` pixels.
+    With fewer images per leaf there are more tiles (`tiles` per leaf), but also more leaves to
+    write and fold. The result minimizes the time of all tiles of a mini-batch of `blocks` blocks on
+    one GPU, which computes `slots` tiles at a time.
     """
 
     def cost(images):

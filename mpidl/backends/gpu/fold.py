@@ -35,28 +35,13 @@ class Nodes(list, OnDevice):
 
 
 def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=None, ranges=None):
-    """Fold this rank's leaves into nodes, and return the sum as a Partial.
+    """Fold this rank's leaves into nodes, and return the sum as a Partial of `shape`.
 
-    The leaves may be overwritten.
-
-    Parameters
-    ----------
-    values : (blocks * per_block, width) Array
-        The leaves of this rank's blocks.
-    tree : Tree
-        The reduction tree. In a plain tree, all leaves of a rank are folded into one node.
-    per_block : int
-        Number of leaves per block, a power of two.
-    combine : function
-        `fold.add` or `fold.merge_moments`.
-    shape : tuple, optional
-        Shape of the sum; (width,) by default.
-    like : Array, optional
-        Array with the shape and memory layout that the sum must get. For the gradient of weights,
-        this is the Array of the weights. By default, the sum is in C order.
-    ranges : list of (first row, number of rows), optional
-        The rows of `values` to fold into each node of this rank, if `values` holds larger nodes
-        than leaves.
+    `values` is (blocks * per_block, width), with the leaves of this rank's blocks, and may be
+    overwritten; per_block is a power of two. The sum is in C order, or has the shape and memory
+    layout of the Array `like`, such as the weights. `ranges` has a (first row, number of rows) for
+    each node of this rank if the rows are larger nodes than leaves. In a plain tree, all leaves of
+    a rank are folded into one node.
     """
     start, stop = tree.run
     rows = (stop - start) * per_block

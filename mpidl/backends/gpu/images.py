@@ -32,21 +32,12 @@ def images(
     counts=None,
     blocks=None,
 ):
-    """Return normalized images, as `Backend.images` does, optionally gathered from a dataset.
+    """Return normalized images, as `Backend.images` does, rounded to bfloat16 in that precision.
 
-    The images are rounded to bfloat16 if `settings.precision` is "bf16".
-
-    `mirrored`, `top` and `left` are int32 Arrays with one element for each image of this rank.
-
-    Parameters
-    ----------
-    indices : (images of this rank,) int32 Array, optional
-        The index in `pixels` of each image. `pixels` is then the whole dataset.
-    counts : (1,) int32 Array, optional
-        Number of images in `indices` or `pixels` to use, counted from the first image. The other
-        images are not read, and their lanes are zero.
-    blocks : int, optional
-        Number of blocks of the result. By default, the smallest number that holds the images.
+    `pixels` are the images of this rank or, with `indices` (int32), the whole dataset. `mirrored`,
+    `top` and `left` are int32 Arrays with an element for each image of this rank. From image
+    counts[0] on, if given, images are not read, and their lanes are zero. The result has `blocks`
+    blocks, by default the smallest number that holds the images.
     """
     if pixels.ndim != 4 or pixels.order != (0, 1, 2, 3):
         raise ValueError(f"expected pixels (n, C, H, W) in that order, got {pixels.shape}")
@@ -94,16 +85,10 @@ def mirror(x, turn, total=None, factor=1.0):
 
 
 def targets(table, *, indices=None, counts=None, blocks=None):
-    """Return targets as lanes (B, *shape, 16).
+    """Return targets, such as labels or label maps, as lanes (B, *shape, 16).
 
-    Targets may be class labels, numbers, label maps or images.
-
-    Parameters
-    ----------
-    table : (n, *shape) float32 or int32 Array
-        The targets of n images, in the order of the dataset.
-    indices, counts, blocks : optional
-        As in `images`. Unused lanes are zero, and no targets are read for these lanes.
+    `table` (n, *shape) has the targets of n images as float32 or int32, in the order of the
+    dataset. The other arguments are those of `images`.
     """
     if table.dtype not in (np.float32, np.int32):
         raise TypeError(f"targets: expected float32 or int32, got {table.dtype}")

@@ -14,11 +14,6 @@ class ProgramTimes:
 
     A segment that is captured as a graph is one span, because events inside a graph would change
     the graph. In other segments, the launches of each layer are one span.
-
-    Parameters
-    ----------
-    device : CudaDevice
-        The GPU.
     """
 
     def __init__(self, device: Any) -> None:

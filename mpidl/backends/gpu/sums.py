@@ -105,12 +105,8 @@ def without_nodes(partial):
 class DeviceSum:
     """A sum over the ranks, of which some operations may have to be launched or recorded.
 
-    Attributes
-    ----------
-    root : Array (width,) or None
-        The sum, once all operations have been launched or recorded.
-    point : int or None
-        When to call `advance`: SOON, NEXT or LAST; None if `root` is available.
+    `root` (width,) is the sum, once they have been; `point` is then None, and before when to call
+    `advance`: SOON, NEXT or LAST.
     """
 
     def __init__(self, steps):
@@ -126,18 +122,10 @@ class DeviceSum:
 
 
 def start(world, term, nodes, is_awaited):
-    """Start to sum several values in one exchange; return a DeviceSum. Collective.
+    """Start to sum the nodes of several values in one exchange; return a DeviceSum. Collective.
 
-    Parameters
-    ----------
-    world : World
-        The ranks.
-    term : Term
-        A term with the tree, operation and dtype of all values.
-    nodes : sequence of fold.Nodes
-        For each value, this rank's nodes.
-    is_awaited : bool
-        Whether the result is needed at once, so that a second stream would not help.
+    `term` has the tree, operation and dtype of all values. If the result `is_awaited`, it is needed
+    at once, so that a second stream would not help.
     """
     tree, combine, matrices = term.tree, term.combine, [n.matrix for n in nodes]
     matrix = matrices[0]
