@@ -16,14 +16,9 @@ import itertools
 import math
 
 from mpidl.backends import declarations
-from mpidl.backends.gpu import conv_depthwise, fold, kernels, launching, loss
+from mpidl.backends.gpu import conv, conv_depthwise, fold, kernels, launching, loss
 from mpidl.core.blocks import LANES
 
-# The kernels' names for a convolution's P, Q, R, S, C, K and number of groups.
-SHAPES = (
-    ("P", "Q", "R", "S", "C", "K", "groups"),
-    ("out_height", "out_width", "taps_down", "taps_across", "channels", "filters", "groups"),
-)
 # {kernel: the columns of its Table that it reads, and those that it writes}; the columns of other
 # Tables count as read.
 COLUMNS = {
@@ -101,21 +96,29 @@ def _row_counter(name):
 
 
 def numbers_of(launch) -> dict[str, int]:
-    """Return the arguments of a launch that are numbers, by the names of the parameters."""
+    """Return the arguments of a launch that are numbers, by the names of the parameters.
+
+    For a convolution, add the fields of its Shape, for which the kernel is compiled.
+    """
     pairs = zip(launch.parameters, launch.arguments, strict=True)
-    return {p.name: value for p, value in pairs if p.elements is None}
+    numbers = {p.name: value for p, value in pairs if p.elements is None}
+    shape = dict(launch.unit.defines).get("CONV_SHAPE")
+    return numbers | (conv.Shape(*map(int, shape.split(",")))._asdict() if shape else {})
 
 
 def useful(launch) -> int:
     """Return the multiply-adds of the layer that a launch computes, or 0 for other kernels."""
-    numbers, images = numbers_of(launch), _images(launch)
-    for names in SHAPES:
-        if set(names) <= set(numbers):
-            p, q, r, s, c, k, groups = (numbers[name] for name in names)
-            if ("BACKWARD", 1) in launch.unit.defines:  # the input of this pass is dy
-                p, q = numbers["height"], numbers["width"]
-            return images * p * q * r * s * c * k // groups
-    return 0
+    n = numbers_of(launch)
+    if "filters" not in n:
+        return 0
+    # in conv_gemm, the input of backward-data is dy
+    way = (
+        ("height", "width")
+        if ("BACKWARD", 1) in launch.unit.defines
+        else ("out_height", "out_width")
+    )
+    taps, pairs = n["taps_down"] * n["taps_across"], n["channels"] * n["filters"] // n["groups"]
+    return _images(launch) * n[way[0]] * n[way[1]] * taps * pairs
 
 
 def _padded(size, step):
@@ -175,10 +178,11 @@ def _taps(all_taps, place, step, dilation):
 
 def _direct(launch):
     n = numbers_of(launch)
+    taps = n["taps_down"] * n["taps_across"]
     depth = {
-        "conv_direct_forward": lambda: n["R"] * n["S"] * n["C"] // n["groups"],
-        "conv_direct_dx": lambda: n["R"] * n["S"] * n["K"] // n["groups"],
-        "conv_direct_dweight": lambda: n["images_per_leaf"] * n["P"] * n["Q"],
+        "conv_direct_forward": lambda: taps * n["channels"] // n["groups"],
+        "conv_direct_dx": lambda: taps * n["filters"] // n["groups"],
+        "conv_direct_dweight": lambda: n["images_per_leaf"] * n["out_height"] * n["out_width"],
     }[launch.name]()
     return math.prod(launch.grid) * 64 * 32 * _padded(depth, 32)
 

@@ -1,6 +1,8 @@
 // Clips gradients to a threshold, or scales them by trust ratios. Squares for norms are summed in
 // double precision, in a fixed order: a tree over each block of threads, a tree over the blocks of
-// a parameter, then a sum over the parameters in order.
+// a parameter, then a sum over the parameters in order. The arrays of a parameter (see parameters.cuh)
+// are weight, gradient and result.
+#include "cuda/parameters.cuh"
 
 // Returns the sum of `own` over the block's 256 threads to each thread.
 __device__ __forceinline__ double sum_of_block(double own, double* sums) {
@@ -17,24 +19,17 @@ __device__ __forceinline__ double sum_of_block(double own, double* sums) {
 // clipped = gradient + decay * weight, limited to [-limit, limit]; an infinite limit has no effect.
 // squares: for each block of threads, the sum of the squares of its floats (at most `chunk`) before
 // they are limited.
-//
-// parameters: for each parameter, the addresses of weight, gradient and clipped, and its number of
-// floats. places: for each block of threads, its parameter and the index of its first float in this
-// parameter.
 extern "C" __global__ void __launch_bounds__(256)
     clip_numbers(const long long* __restrict__ parameters, const int* __restrict__ places,
                  const float* __restrict__ decays, float limit, int chunk,
                  double* __restrict__ squares) {
     __shared__ double sums[256];
-    const int parameter = places[2 * blockIdx.x], first = places[2 * blockIdx.x + 1];
-    const long long* own = parameters + 4 * parameter;
-    const int count = min((long long)chunk, own[3] - first);
-    const float* weight = (const float*)own[0] + first;
-    const float* gradient = (const float*)own[1] + first;
-    float* clipped = (float*)own[2] + first;
-    const float decay = decays[parameter];
+    const Part part(parameters, places, 4, chunk);
+    const float *weight = part.array(1), *gradient = part.array(2);
+    float* clipped = part.array(3);
+    const float decay = decays[part.parameter];
     double square = 0.0;
-    for (int i = threadIdx.x; i < count; i += 256) {
+    for (int i = threadIdx.x; i < part.count; i += 256) {
         float g = gradient[i];
         if (decay != 0.0f) g = g + decay * weight[i];
         square += (double)g * g;
@@ -70,38 +65,30 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int p = threadIdx.x; p < count; p += 256) scales[p] = scale_of(all, threshold);
 }
 
-// Multiplies `clipped` by the scale of its parameter. `parameters` and `places`: see clip_numbers.
+// Multiplies the results by the scale of their parameter.
 extern "C" __global__ void __launch_bounds__(256)
     clip_scale(const long long* __restrict__ parameters, const int* __restrict__ places,
                const float* __restrict__ scales, int chunk) {
-    const int parameter = places[2 * blockIdx.x], first = places[2 * blockIdx.x + 1];
-    const float scale = scales[parameter];
+    const Part part(parameters, places, 4, chunk);
+    const float scale = scales[part.parameter];
+    float* result = part.array(3);
     if (scale == 1.0f) return;
-    const long long* own = parameters + 4 * parameter;
-    const int count = min((long long)chunk, own[3] - first);
-    float* clipped = (float*)own[2] + first;
-    for (int i = threadIdx.x; i < count; i += 256) clipped[i] *= scale;
+    for (int i = threadIdx.x; i < part.count; i += 256) result[i] *= scale;
 }
 
 // scaled = update + decay * weight. squares: for each block of threads, the sums of the squares of
 // its weights and of its updates. If `regularized`, the updates include the decay.
-//
-// parameters: for each parameter, the addresses of weight, update and scaled, and its number of
-// floats. places: see clip_numbers.
 extern "C" __global__ void __launch_bounds__(256)
     trust_squares(const long long* __restrict__ parameters, const int* __restrict__ places,
                   const float* __restrict__ decays, int regularized, int chunk,
                   double* __restrict__ squares) {
     __shared__ double sums[256];
-    const int parameter = places[2 * blockIdx.x], first = places[2 * blockIdx.x + 1];
-    const long long* own = parameters + 4 * parameter;
-    const int count = min((long long)chunk, own[3] - first);
-    const float* weight = (const float*)own[0] + first;
-    const float* update = (const float*)own[1] + first;
-    float* scaled = (float*)own[2] + first;
-    const float decay = decays[parameter];
+    const Part part(parameters, places, 4, chunk);
+    const float *weight = part.array(1), *update = part.array(2);
+    float* scaled = part.array(3);
+    const float decay = decays[part.parameter];
     double of_weights = 0.0, of_updates = 0.0;
-    for (int i = threadIdx.x; i < count; i += 256) {
+    for (int i = threadIdx.x; i < part.count; i += 256) {
         const float w = weight[i], u = update[i];
         const float direction = decay != 0.0f ? u + decay * w : u;
         const float measured = regularized ? direction : u;

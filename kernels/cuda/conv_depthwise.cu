@@ -198,8 +198,9 @@ conv_depthwise(const value* __restrict__ x, const float* __restrict__ mean,
 // of dy that read it.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv_depthwise_dx(const value* __restrict__ dy, const float* __restrict__ weight,
-                  value* __restrict__ dx, int images, int tall, const int* __restrict__ sizes) {
-    convolve<true>({dy}, weight, nullptr, dx, images, tall, sizes);
+                  const float* __restrict__ bias, value* __restrict__ dx, int images, int tall,
+                  const int* __restrict__ sizes) {
+    convolve<true>({dy}, weight, bias, dx, images, tall, sizes);
 }
 
 // The gradient with respect to the weights, with one leaf for images_per_leaf consecutive images:

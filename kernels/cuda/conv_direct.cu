@@ -77,15 +77,21 @@ __device__ __forceinline__ int output_of(int moved, int stride, int outputs) {
     return place * stride == moved && place < outputs ? place : -1;
 }
 
-// y = cross-correlation of x with the weights, plus bias unless bias is null. x is (images, H, W,
-// C), y is (images, P, Q, K). Grid: tiles of pixels, tiles of the filters of a group, groups.
-extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
-    const value* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
-    value* __restrict__ y, int images, int C, int H, int W, int K, int P, int Q, int R, int S,
-    int stride_h, int stride_w, int top, int left, int dilation_h, int dilation_w, int groups) {
+// Computes y = the cross-correlation of x with the weights, plus bias unless it is null. BACKWARD, x
+// is dy, and y is dx: each of its pixels adds up products with the pixels of dy that read it. H, W
+// and C are sizes of x; P, Q and K are those of y. Grid: tiles of pixels of y, tiles of the channels
+// of a group of y, groups.
+template <bool BACKWARD>
+__device__ __forceinline__ void convolve(const value* x, const float* weight, const float* bias,
+                                         value* y, int images, const int* sizes) {
     __shared__ Operands chunk;
     __shared__ Pixel pixels[ROWS];
     __shared__ Tap taps[DEPTH];
+    DEFINE_SHAPE(shape);
+    constexpr int FROM = BACKWARD ? 3 : 0, TO = BACKWARD ? 0 : 3;
+    const int H = shape[FROM], W = shape[FROM + 1], C = shape[FROM + 2];
+    const int P = shape[TO], Q = shape[TO + 1], K = shape[TO + 2], groups = shape[14];
+    const int R = shape[6], S = shape[7], stride_h = shape[8], stride_w = shape[9];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int channels = C / groups, filters = K / groups, depth = R * S * channels;
     const int first_filter = blockIdx.y * COLUMNS, group = blockIdx.z;
@@ -93,28 +99,37 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
 
     if (threadIdx.x < ROWS) {
         Pixel at = pixel_of(first_pixel + threadIdx.x, all, P, Q, (long long)H * W * C);
-        pixels[threadIdx.x] = {at.image, at.row * stride_h - top, at.column * stride_w - left};
+        if (BACKWARD)
+            pixels[threadIdx.x] = {at.image, at.row + shape[10], at.column + shape[11]};
+        else
+            pixels[threadIdx.x] = {at.image, at.row * stride_h - shape[10],
+                                   at.column * stride_w - shape[11]};
     }
     float sums[OWN] = {};
     for (int first = 0; first < depth; first += DEPTH) {
         if (threadIdx.x < DEPTH) {
-            int t = first + threadIdx.x, tap = t / channels;
-            taps[threadIdx.x] = {tap / S * dilation_h, tap % S * dilation_w,
-                                 t < depth ? group * channels + t % channels : -1, t};
+            const int t = first + threadIdx.x, tap = t / channels;
+            const int channel = group * channels + t % channels;
+            taps[threadIdx.x] = {tap / S * shape[12], tap % S * shape[13], t < depth ? channel : -1,
+                                 BACKWARD ? (channel * R * S + tap) * filters : t};
         }
         __syncthreads();
         Tap tap = taps[lane];
         for (int m = warp; m < ROWS; m += WARPS) {
             Pixel at = pixels[m];
             int h = at.row + tap.down, w = at.column + tap.across;
+            if (BACKWARD) {
+                h = output_of(at.row - tap.down, stride_h, H);
+                w = output_of(at.column - tap.across, stride_w, W);
+            }
             bool inside = at.image >= 0 && tap.channel >= 0 && h >= 0 && h < H && w >= 0 && w < W;
             chunk.a[lane][m] = inside ? get(x[at.image + (h * W + w) * C + tap.channel]) : 0.0f;
         }
-        for (int n = warp; n < COLUMNS; n += WARPS) {
-            int filter = first_filter + n;
-            bool there = filter < filters && tap.channel >= 0;
-            int offset = (group * filters + filter) * depth + tap.weights;
-            chunk.b[lane][n] = there ? weight[offset] : 0.0f;
+        for (int i = warp; i < 32; i += WARPS) {  // lanes read neighbouring weights
+            const int t = BACKWARD ? i : lane, n = BACKWARD ? lane : i, filter = first_filter + n;
+            const int of_filter = BACKWARD ? filter : (group * filters + filter) * depth;
+            bool there = filter < filters && taps[t].channel >= 0;
+            chunk.b[t][n] = there ? weight[taps[t].weights + of_filter] : 0.0f;
         }
         __syncthreads();
         add_product(chunk, sums);
@@ -128,67 +143,34 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
     }
 }
 
-// dx: each pixel of x adds up contributions from the pixels of y that read this pixel. dy is
-// (images, P, Q, K), dx is (images, H, W, C). Grid: tiles of pixels, tiles of the channels of a
-// group, groups.
-extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dx(
-    const value* __restrict__ dy, const float* __restrict__ weight, value* __restrict__ dx,
-    int images, int C, int H, int W, int K, int P, int Q, int R, int S, int stride_h, int stride_w,
-    int top, int left, int dilation_h, int dilation_w, int groups) {
-    __shared__ Operands chunk;
-    __shared__ Pixel pixels[ROWS];
-    __shared__ Tap taps[DEPTH];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int channels = C / groups, filters = K / groups, depth = R * S * filters;
-    const int first_channel = blockIdx.y * COLUMNS, group = blockIdx.z;
-    const long long first_pixel = (long long)blockIdx.x * ROWS, all = (long long)images * H * W;
+// x is (images, H, W, C), y is (images, P, Q, K).
+extern "C" __global__ void __launch_bounds__(THREADS)
+conv_direct_forward(const value* __restrict__ x, const float* __restrict__ weight,
+                    const float* __restrict__ bias, value* __restrict__ y, int images,
+                    const int* __restrict__ sizes) {
+    convolve<false>(x, weight, bias, y, images, sizes);
+}
 
-    if (threadIdx.x < ROWS) {
-        Pixel at = pixel_of(first_pixel + threadIdx.x, all, H, W, (long long)P * Q * K);
-        pixels[threadIdx.x] = {at.image, at.row + top, at.column + left};
-    }
-    float sums[OWN] = {};
-    for (int first = 0; first < depth; first += DEPTH) {
-        if (threadIdx.x < DEPTH) {
-            int t = first + threadIdx.x, tap = t / filters, filter = group * filters + t % filters;
-            taps[threadIdx.x] = {tap / S * dilation_h, tap % S * dilation_w,
-                                 t < depth ? filter : -1, (filter * R * S + tap) * channels};
-        }
-        __syncthreads();
-        Tap tap = taps[lane];
-        for (int m = warp; m < ROWS; m += WARPS) {
-            Pixel at = pixels[m];
-            int p = output_of(at.row - tap.down, stride_h, P);
-            int q = output_of(at.column - tap.across, stride_w, Q);
-            bool inside = at.image >= 0 && tap.channel >= 0 && p >= 0 && q >= 0;
-            chunk.a[lane][m] = inside ? get(dy[at.image + (p * Q + q) * K + tap.channel]) : 0.0f;
-        }
-        for (int t = warp; t < DEPTH; t += WARPS) {
-            int channel = first_channel + lane;
-            bool there = channel < channels && taps[t].channel >= 0;
-            chunk.b[t][lane] = there ? weight[taps[t].weights + channel] : 0.0f;
-        }
-        __syncthreads();
-        add_product(chunk, sums);
-    }
-    if (first_channel + lane >= channels) return;
-    int channel = group * channels + first_channel + lane;
-    for (int i = 0; i < OWN; i++) {
-        long long pixel = first_pixel + warp * OWN + i;
-        if (pixel < all) dx[pixel * C + channel] = put(sums[i]);
-    }
+extern "C" __global__ void __launch_bounds__(THREADS)
+conv_direct_dx(const value* __restrict__ dy, const float* __restrict__ weight,
+               const float* __restrict__ bias, value* __restrict__ dx, int images,
+               const int* __restrict__ sizes) {
+    convolve<true>(dy, weight, bias, dx, images, sizes);
 }
 
 // The gradient with respect to the weights, with one leaf for images_per_leaf consecutive images:
 // leaves (leaves, K, R, S, C/groups). dy is zero in unused images, so unused images add nothing.
 // Grid: x enumerates (leaf, tile of a group's filters, tile of a filter's weights), with the last
 // index fastest; y is 1; z is the group.
-extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dweight(
-    const value* __restrict__ dy, const value* __restrict__ x, float* __restrict__ leaves,
-    int images_per_leaf, int C, int H, int W, int K, int P, int Q, int R, int S, int stride_h,
-    int stride_w, int top, int left, int dilation_h, int dilation_w, int groups) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+conv_direct_dweight(const value* __restrict__ dy, const value* __restrict__ x,
+                    float* __restrict__ leaves, int images_per_leaf,
+                    const int* __restrict__ sizes) {
     __shared__ Operands chunk;
     __shared__ Pixel pixels[DEPTH];
+    DEFINE_SHAPE(shape);
+    const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
+    const int R = shape[6], S = shape[7], groups = shape[14];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int channels = C / groups, filters = K / groups, width = R * S * channels;
     const int tiles_across = (width + COLUMNS - 1) / COLUMNS;
@@ -197,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dweight(
     const int first_filter = tile / tiles_across * ROWS;
     const int n = tile % tiles_across * COLUMNS + lane; // number of the weight within its filter
     const int tap = n / channels, channel = group * channels + n % channels;
-    const int down = tap / S * dilation_h, across = tap % S * dilation_w;
+    const int down = tap / S * shape[12], across = tap % S * shape[13];
     const long long depth = (long long)images_per_leaf * P * Q, first_pixel = leaf * depth;
 
     float sums[OWN] = {};
@@ -205,7 +187,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dweight(
         if (threadIdx.x < DEPTH) {
             long long number = first_pixel + first + threadIdx.x;
             Pixel at = pixel_of(number, first_pixel + depth, P, Q, (long long)H * W * C);
-            pixels[threadIdx.x] = {at.image, at.row * stride_h - top, at.column * stride_w - left};
+            pixels[threadIdx.x] = {at.image, at.row * shape[8] - shape[10],
+                                   at.column * shape[9] - shape[11]};
         }
         __syncthreads();
 #pragma unroll

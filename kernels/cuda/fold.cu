@@ -36,48 +36,35 @@ __device__ __forceinline__ Pair combined(Pair left, Pair right) {
   return {left.sum + right.sum, left.product + right.product};
 }
 
-// Access to matrices in C order. Sums are (rows, width). Moments are (rows, 1 + 2 width), and a row
-// is [count, mean, M2]. Pairs are (rows, 2 width), first all sums.
-template <class T> struct Matrix {
-  typedef T Value;
-  static __device__ __forceinline__ T load(const T* x, long long row, int column, int width) {
-    return x[row * width + column];
-  }
-  static __device__ __forceinline__ void store(T* x, long long row, int column, int width, T v) {
-    x[row * width + column] = v;
-  }
-};
+// Access to column `column` of the rows of matrices in C order. Sums are (rows, width). Moments are
+// (rows, 1 + 2 width), and a row is [count, mean, M2]. Pairs are (rows, 2 width), first all sums.
+template <class T>
+__device__ __forceinline__ void read(const T* x, long long row, int column, int width, T& v) {
+  v = x[row * width + column];
+}
+__device__ __forceinline__ void read(const double* x, long long row, int column, int width,
+                                     Moments& v) {
+  x += row * (1 + 2 * (long long)width);
+  v = {x[0], x[1 + column], x[1 + width + column]};
+}
+__device__ __forceinline__ void read(const double* x, long long row, int column, int width,
+                                     Pair& v) {
+  x += row * 2 * width;
+  v = {x[column], x[width + column]};
+}
 
-struct MomentsMatrix {
-  typedef Moments Value;
-  static __device__ __forceinline__ Moments load(const double* x, long long row, int column,
-                                                 int width) {
-    x += row * (1 + 2 * (long long)width);
-    return {x[0], x[1 + column], x[1 + width + column]};
-  }
-  static __device__ __forceinline__ void store(double* x, long long row, int column, int width,
-                                               Moments v) {
-    x += row * (1 + 2 * (long long)width);
-    if (column == 0) x[0] = v.count;
-    x[1 + column] = v.mean;
-    x[1 + width + column] = v.m2;
-  }
-};
-
-struct PairMatrix {
-  typedef Pair Value;
-  static __device__ __forceinline__ Pair load(const double* x, long long row, int column,
-                                              int width) {
-    x += row * 2 * width;
-    return {x[column], x[width + column]};
-  }
-  static __device__ __forceinline__ void store(double* x, long long row, int column, int width,
-                                               Pair v) {
-    x += row * 2 * width;
-    x[column] = v.sum;
-    x[width + column] = v.product;
-  }
-};
+template <class T> __device__ __forceinline__ void store(T* root, int column, int width, T v) {
+  root[column] = v;
+}
+__device__ __forceinline__ void store(double* root, int column, int width, Moments v) {
+  if (column == 0) root[0] = v.count;
+  root[1 + column] = v.mean;
+  root[1 + width + column] = v.m2;
+}
+__device__ __forceinline__ void store(double* root, int column, int width, Pair v) {
+  root[column] = v.sum;
+  root[width + column] = v.product;
+}
 
 // Adds a node of 2^lowest rows that begins at row `start`; the last node may have fewer rows.
 // Returns the value of the largest node that this node completes. The recursion keeps each level in
@@ -99,20 +86,22 @@ __device__ __forceinline__ T push(T (&level)[LEVELS], T value, int start, int lo
 }
 
 // Returns the fold of rows first .. first + n - 1, n >= 1.
-template <int LEVELS, class M, class E>
-__device__ __forceinline__ typename M::Value folded(const E* x, long long first, int n, int column,
-                                                    int width) {
-  typename M::Value level[LEVELS], value;
+template <int LEVELS, class T>
+__device__ __forceinline__ T folded(const T* x, long long first, int n, int column, int width) {
+  T level[LEVELS], value;
   int i = 0;
   for (; i + 4 < n; i += 4) {  // four loads at a time, never the last row
-    const auto a = M::load(x, first + i, column, width);
-    const auto b = M::load(x, first + i + 1, column, width);
-    const auto c = M::load(x, first + i + 2, column, width);
-    const auto d = M::load(x, first + i + 3, column, width);
+    T a, b, c, d;
+    read(x, first + i, column, width, a);
+    read(x, first + i + 1, column, width, b);
+    read(x, first + i + 2, column, width, c);
+    read(x, first + i + 3, column, width, d);
     push<2>(level, combined(combined(a, b), combined(c, d)), i, 2, false);
   }
-  for (; i < n; ++i)
-    value = push(level, M::load(x, first + i, column, width), i, 0, i + 1 == n);
+  for (; i < n; ++i) {
+    read(x, first + i, column, width, value);
+    value = push(level, value, i, 0, i + 1 == n);
+  }
   return value;
 }
 
@@ -144,21 +133,21 @@ struct Fold {
 
 // Folds all columns of a sum, `columns` at a time. The thread of line i folds `chunk` rows, a power
 // of two, from i * chunk on.
-template <class M, class E>
-__device__ __forceinline__ void fold_sums(const long long* table, E* shared) {
+template <class T>
+__device__ __forceinline__ void fold_sums(const long long* table, T* shared) {
   const Fold of(table);
-  const E* leaves = reinterpret_cast<const E*>(of.row[0]);
-  E* root = reinterpret_cast<E*>(of.row[1]);
+  const T* leaves = reinterpret_cast<const T*>(of.row[0]);
+  T* root = reinterpret_cast<T*>(of.row[1]);
   const int here = threadIdx.x % of.columns, line = threadIdx.x / of.columns;
   const int lines = (of.n - 1) / of.chunk + 1;
   for (int from = blockIdx.x * of.columns; from < of.width; from += gridDim.x * of.columns) {
     const bool inside = from + here < of.width && line < lines;
-    E value{};
+    T value{};
     if (inside)
-      value = folded<20, M>(leaves, line * of.chunk, min(of.chunk, of.n - line * of.chunk),
-                            from + here, of.width);
+      value = folded<20>(leaves, line * of.chunk, min(of.chunk, of.n - line * of.chunk),
+                         from + here, of.width);
     combine_lines(value, shared, of.columns, lines);
-    if (inside && line == 0) M::store(root, 0, from + here, of.width, value);
+    if (inside && line == 0) store(root, from + here, of.width, value);
     __syncthreads();  // before the next columns overwrite `shared`
   }
 }
@@ -166,23 +155,23 @@ __device__ __forceinline__ void fold_sums(const long long* table, E* shared) {
 extern "C" __global__ void __launch_bounds__(512)
 fold_float(const long long* __restrict__ table) {
   __shared__ float shared[512];
-  fold_sums<Matrix<float>>(table, shared);
+  fold_sums(table, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(512)
 fold_double(const long long* __restrict__ table) {
   __shared__ double shared[512];
-  fold_sums<Matrix<double>>(table, shared);
+  fold_sums(table, shared);
 }
 
 // Returns the fold of at most 4 rows. Unlike `folded`, this function inlines `combined` only three
 // times, because the code that merges moments is large.
-template <class M, class E>
-__device__ __forceinline__ typename M::Value folded_few(const E* x, long long first, int n,
-                                                        int column, int width) {
-  typename M::Value v[4];
+template <class T>
+__device__ __forceinline__ T folded_few(const double* x, long long first, int n, int column,
+                                        int width) {
+  T v[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = M::load(x, first + min(i, n - 1), column, width);
+  for (int i = 0; i < 4; ++i) read(x, first + min(i, n - 1), column, width, v[i]);
   if (n > 1) v[0] = combined(v[0], v[1]);
   if (n > 3) v[2] = combined(v[2], v[3]);
   return n > 2 ? combined(v[0], v[2]) : v[0];
@@ -192,18 +181,17 @@ enum { MOST_COLUMNS = 4, PASSES = 24 };  // columns of a block; levels of the tr
 
 // Returns the fold of n rows, in the threads of line 0. All threads of the block fold 4 rows each
 // in a pass, so only the nodes above a pass need memory for their levels, in `levels`.
-template <class M>
-__device__ __forceinline__ typename M::Value fold_by_passes(
-    const double* leaves, int n, int column, int width, int columns,
-    typename M::Value* shared, typename M::Value (*levels)[MOST_COLUMNS]) {
+template <class T>
+__device__ __forceinline__ T fold_by_passes(const double* leaves, int n, int column, int width,
+                                            int columns, T* shared, T (*levels)[MOST_COLUMNS]) {
   const int here = threadIdx.x % columns, line = threadIdx.x / columns;
   const int run = 4 * (blockDim.x / columns);
-  typename M::Value value{};
+  T value{};
 #pragma unroll 1
   for (int start = 0, pass = 0; start < n; start += run, ++pass) {
     const int rest = min(n - start, run), lines = (rest + 3) / 4;
     if (column < width && line < lines)
-      value = folded_few<M>(leaves, start + 4 * line, min(4, rest - 4 * line), column, width);
+      value = folded_few<T>(leaves, start + 4 * line, min(4, rest - 4 * line), column, width);
     combine_lines(value, shared, columns, lines);
     if (line == 0) {  // as `push`
       const bool last = start + run >= n;
@@ -228,11 +216,10 @@ fold_moments(const long long* __restrict__ table) {
   const Fold of(table);
   const int here = threadIdx.x % of.columns;
   for (int from = blockIdx.x * of.columns; from < of.width; from += gridDim.x * of.columns) {
-    const Moments value =
-        fold_by_passes<MomentsMatrix>(reinterpret_cast<const double*>(of.row[0]), of.n,
-                                      from + here, of.width, of.columns, shared, levels);
+    const Moments value = fold_by_passes(reinterpret_cast<const double*>(of.row[0]), of.n,
+                                         from + here, of.width, of.columns, shared, levels);
     if (threadIdx.x < of.columns && from + here < of.width)
-      MomentsMatrix::store(reinterpret_cast<double*>(of.row[1]), 0, from + here, of.width, value);
+      store(reinterpret_cast<double*>(of.row[1]), from + here, of.width, value);
   }
 }
 
@@ -247,10 +234,9 @@ statistics(const double* __restrict__ leaves, double* __restrict__ root,
            int columns) {
   __shared__ Moments shared[1024], levels[PASSES][MOST_COLUMNS];
   const int c = blockIdx.x * columns + threadIdx.x % columns;
-  const Moments all =
-      fold_by_passes<MomentsMatrix>(leaves, n, c, channels, columns, shared, levels);
+  const Moments all = fold_by_passes(leaves, n, c, channels, columns, shared, levels);
   if (threadIdx.x >= columns || c >= channels) return;
-  if (root) MomentsMatrix::store(root, 0, c, channels, all);
+  if (root) store(root, c, channels, all);
   const double images = fmax(all.count, 1.0), spread = all.m2 / images;
   const double r = 1.0 / sqrt(spread + epsilon);
   if (c == 0) count[0] = images;
@@ -271,9 +257,9 @@ batchnorm_factors(const double* __restrict__ leaves, double* __restrict__ root,
                   int n, int channels, int columns) {
   __shared__ Pair shared[1024], levels[PASSES][MOST_COLUMNS];
   const int i = blockIdx.x * columns + threadIdx.x % columns;
-  const Pair all = fold_by_passes<PairMatrix>(leaves, n, i, channels, columns, shared, levels);
+  const Pair all = fold_by_passes(leaves, n, i, channels, columns, shared, levels);
   if (threadIdx.x >= columns || i >= channels) return;
-  if (root) PairMatrix::store(root, 0, i, channels, all);
+  if (root) store(root, i, channels, all);
   const double r = rstd[i], factor = gamma[i] * r;
   a[i] = (float)factor;
   b[i] = (float)(-factor * r * r * all.product / count[0]);
@@ -292,7 +278,7 @@ program_end(const long long* __restrict__ table, const int* __restrict__ counter
   const long long* row = table + 3 * blockIdx.x;
   const double* leaves = reinterpret_cast<const double*>(row[0]);
   double* root = reinterpret_cast<double*>(row[2]);
-  const double sum = fold_by_passes<Matrix<double>>(leaves, row[1], 0, 1, 1, shared, levels);
+  const double sum = fold_by_passes(leaves, row[1], 0, 1, 1, shared, levels);
   if (threadIdx.x > 0) return;
   results[(long long)counter[1] * gridDim.x + blockIdx.x] = sum;
   if (root) *root = sum;
@@ -302,32 +288,33 @@ program_end(const long long* __restrict__ table, const int* __restrict__ counter
 // are the values of these nodes, from left to right. For the node of row i, order[2 * i] is the
 // first leaf, and order[2 * i + 1] is the level l. The node has 2^l leaves, or fewer if it is the
 // last node. Each thread processes one column.
-template <class M, class E>
+template <class T, class E>
 __device__ __forceinline__ void combine_nodes(const E* values, const int* order, E* root, int rows,
                                               int width) {
   const int column = blockIdx.x * blockDim.x + threadIdx.x;
   if (column >= width) return;
-  typename M::Value level[16], value;
-  for (int i = 0; i < rows; ++i)
-    value = push(level, M::load(values, i, column, width), order[2 * i], order[2 * i + 1],
-                 i + 1 == rows);
-  M::store(root, 0, column, width, value);
+  T level[16], value;
+  for (int i = 0; i < rows; ++i) {
+    read(values, i, column, width, value);
+    value = push(level, value, order[2 * i], order[2 * i + 1], i + 1 == rows);
+  }
+  store(root, column, width, value);
 }
 
 extern "C" __global__ void __launch_bounds__(128)
 combine_float(const float* __restrict__ values, const int* __restrict__ order,
               float* __restrict__ root, int rows, int width) {
-  combine_nodes<Matrix<float>>(values, order, root, rows, width);
+  combine_nodes<float>(values, order, root, rows, width);
 }
 
 extern "C" __global__ void __launch_bounds__(128)
 combine_double(const double* __restrict__ values, const int* __restrict__ order,
                double* __restrict__ root, int rows, int width) {
-  combine_nodes<Matrix<double>>(values, order, root, rows, width);
+  combine_nodes<double>(values, order, root, rows, width);
 }
 
 extern "C" __global__ void __launch_bounds__(128)
 combine_moments(const double* __restrict__ values, const int* __restrict__ order,
                 double* __restrict__ root, int rows, int width) {
-  combine_nodes<MomentsMatrix>(values, order, root, rows, width);
+  combine_nodes<Moments>(values, order, root, rows, width);
 }

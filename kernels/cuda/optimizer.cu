@@ -1,16 +1,16 @@
 // An optimizer step: a formula of formulas.h, which is compiled once for each FORMULA. No operations
 // are contracted, so the results have the same bytes as those of the CPU's kernels.
+#include "cuda/parameters.cuh"
 #include "formulas.h"
 
 #define SIZES(name, numbers, kept) enum { name##_numbers = numbers, name##_kept = kept };
 EACH_STEP(SIZES)
 
-// parameters: for each parameter, its number of floats, and the addresses of its weight, its
-// gradient, the new weight (`stepped`) and the arrays that the formula keeps. `stepped` may be the
-// weight itself. places: for each block of threads, its parameter and the index of its first float;
-// a block processes at most `chunk` floats. decays and factors: one number for each parameter. The
-// numbers of a formula, starting with the learning rate, are read from memory, because they may
-// change between replays of a recorded step. Numbers that the formula lacks are null.
+// The arrays of a parameter (see parameters.cuh) are its weight, its gradient, the new weight
+// (`stepped`, which may be the weight itself) and the arrays that the formula keeps. decays and
+// factors: one number for each parameter. The numbers of a formula, starting with the learning rate,
+// are read from memory, because they may change between replays of a recorded step. Numbers that the
+// formula lacks are null.
 extern "C" __global__ void __launch_bounds__(256)
 optimizer_step(const long long* __restrict__ parameters, const int* __restrict__ places,
                const float* __restrict__ decays, const float* __restrict__ factors,
@@ -23,20 +23,18 @@ optimizer_step(const long long* __restrict__ parameters, const int* __restrict__
     float numbers[MOST_NUMBERS - 1];
 #pragma unroll
     for (int k = 0; k < NUMBERS; k++) numbers[k] = *from[k];
-    const int parameter = places[2 * blockIdx.x], first = places[2 * blockIdx.x + 1];
-    const long long* own = parameters + (4 + ARRAYS) * parameter;
-    const int count = min((long long)chunk, own[0] - first);
-    const float* w = (const float*)own[1] + first;
-    const float* g = (const float*)own[2] + first;
-    float* stepped = (float*)own[3] + first;
-    float* state[ARRAYS];
+    const Part part(parameters, places, 4 + ARRAYS, chunk);
+    const int count = part.count;
+    const float *w = part.array(1), *g = part.array(2);
+    float *stepped = part.array(3), *state[ARRAYS];
     long long addresses = (long long)w | (long long)g | (long long)stepped;
 #pragma unroll
     for (int k = 0; k < ARRAYS; k++) {
-        state[k] = (float*)own[4 + k] + first;
+        state[k] = part.array(4 + k);
         addresses |= (long long)state[k];
     }
-    const float decay = decays[parameter], rate = *learning_rate * factors[parameter];
+    const float decay = decays[part.parameter];
+    const float rate = *learning_rate * factors[part.parameter];
     auto step = [=](float& w, float g, float* kept) {
         w = FORMULA(w, g, decay, rate, numbers, kept);
     };

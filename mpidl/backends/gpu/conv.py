@@ -262,8 +262,7 @@ def dx_of(dy, x, weight, geometry, tree, bias=None, backward=None):
     shape = _shape(x, weight, geometry, dy)
     kernels, dy = _direct_kernels(shape), _stored(dy)
     if kernels is not None:
-        dx = kernels.dx(dy.astype(x.dtype), x, weight, shape)
-        return dx if bias is None else conv_direct.with_bias(dx, bias), dy
+        return kernels.dx(dy.astype(x.dtype), x, weight, shape, bias), dy
     dx = array.empty_like(x)
     weight = prepared(weight, shape, turned=True)
     dz = dy if backward is None else array.empty_like(dy)

@@ -53,12 +53,12 @@ def forward(x, weight, bias, shape):
     return y
 
 
-def dx(dy, x, weight, shape):
-    """Return the gradient with respect to x. Only the shape of `x` is used."""
+def dx(dy, x, weight, shape, bias=None):
+    """Return the gradient with respect to x, plus the bias. Only the shape of `x` is used."""
     gradient, (height, width, channels) = array.empty_lanes(x.dims, dy.dtype), shape[:3]
     images, vector = len(x) * LANES, _vector(channels, dy)
     grid, tall = _grid(images, height, width, channels // vector)
-    arguments = dy, weight, gradient, images, tall, shape.sizes
+    arguments = dy, weight, bias, gradient, images, tall, shape.sizes
     defines = {"VECTOR": vector, **shape.definition}
     launching.launch("conv_depthwise_dx", grid, THREADS, *arguments, defines=defines)
     return gradient

@@ -7,9 +7,7 @@ these kernels.
 
 import math
 
-import numpy as np
-
-from mpidl.backends.gpu import array, batchnorm, launching
+from mpidl.backends.gpu import array, launching
 from mpidl.core.blocks import LANES
 
 # Rows and columns of a tile, and threads per CTA (thread block), as in conv_direct.cu.
@@ -17,50 +15,41 @@ ROWS, COLUMNS, THREADS = 64, 32, 256
 LARGEST = 1 << 31  # offsets within an image or the weights are C ints
 
 
-def _numbers(shape):
-    """Return the integer arguments that all three kernels have, for a `conv.Shape`.
-
-    Raise ValueError if the images or weights are too large.
-    """
+def _sizes(shape):
+    """Return `sizes` of a `conv.Shape`; raise ValueError if the images or weights are too large."""
     images = shape.channels, shape.height, shape.width
     outputs = shape.filters, shape.out_height, shape.out_width
     weights = shape.filters, shape.width_of_filter
     for kind, size in ("images", images), ("images", outputs), ("weights", weights):
         if math.prod(size) >= LARGEST:
             raise ValueError(f"conv2d: {kind} {size} are too large: at most 2^31 - 1 elements fit")
-    return *images, *outputs, *shape[6:]
+    return shape.sizes
 
 
 def _tiles(size, tile):
     return -(-size // tile)
 
 
-def forward(x, weight, bias, shape):
-    """Return the convolution of x, (blocks, K, P, Q, 16), plus the bias unless it is None."""
-    blocks, outputs = len(x), (shape.filters, shape.out_height, shape.out_width)
-    y, images = array.empty_lanes((blocks, *outputs, LANES), x.dtype), blocks * LANES
-    pixels = images * shape.out_height * shape.out_width
-    grid = _tiles(pixels, ROWS), _tiles(shape.filters_of_group, COLUMNS), shape.groups
-    arrays, numbers = (x, weight, bias, y), _numbers(shape)
-    launching.launch("conv_direct_forward", grid, THREADS, *arrays, images, *numbers)
+def _convolve(name, x, weight, bias, y, shape):
+    """Launch the kernel `name`, which computes y from x; return y."""
+    _, channels, height, width, _ = y.dims
+    images = len(y) * LANES
+    tiles = _tiles(images * height * width, ROWS), _tiles(channels // shape.groups, COLUMNS)
+    arguments = x, weight, bias, y, images, _sizes(shape)
+    launching.launch(name, (*tiles, shape.groups), THREADS, *arguments, defines=shape.definition)
     return y
 
 
-def dx(dy, x, weight, shape):
-    """Return the gradient with respect to x. Only the shape of `x` is used."""
-    gradient, images = array.empty_like(x, dy.dtype), len(x) * LANES
-    channels = shape.channels // shape.groups
-    pixels = images * shape.height * shape.width
-    grid = _tiles(pixels, ROWS), _tiles(channels, COLUMNS), shape.groups
-    arrays, numbers = (dy, weight, gradient), _numbers(shape)
-    launching.launch("conv_direct_dx", grid, THREADS, *arrays, images, *numbers)
-    return gradient
+def forward(x, weight, bias, shape):
+    """Return the convolution of x, (blocks, K, P, Q, 16), plus the bias unless it is None."""
+    outputs = shape.filters, shape.out_height, shape.out_width
+    y = array.empty_lanes((len(x), *outputs, LANES), x.dtype)
+    return _convolve("conv_direct_forward", x, weight, bias, y, shape)
 
 
-def with_bias(y, bias):
-    """Return y plus a bias per channel, computed by a batch normalization of mean 0 and scale 1."""
-    zeros = np.zeros(bias.size, np.float32)
-    return batchnorm.batchnorm(y, launching.constant(zeros), launching.constant(zeros + 1), bias)
+def dx(dy, x, weight, shape, bias=None):
+    """Return the gradient with respect to x, plus the bias. Only the shape of `x` is used."""
+    return _convolve("conv_direct_dx", dy, weight, bias, array.empty_like(x, dy.dtype), shape)
 
 
 def images_per_leaf(tiles, tree):
@@ -86,6 +75,6 @@ def dweight_leaves(dy, x, shape, tree):
     tiles = _tiles(shape.filters_of_group, ROWS) * _tiles(width, COLUMNS)
     images = images_per_leaf(tiles * shape.groups, tree)
     leaves = array.empty((len(x) * (LANES // images), shape.filters * width))
-    grid, arrays = (len(leaves) * tiles, 1, shape.groups), (dy, x, leaves)
-    launching.launch("conv_direct_dweight", grid, THREADS, *arrays, images, *_numbers(shape))
+    grid, arguments = (len(leaves) * tiles, 1, shape.groups), (dy, x, leaves, images, _sizes(shape))
+    launching.launch("conv_direct_dweight", grid, THREADS, *arguments, defines=shape.definition)
     return leaves, LANES // images

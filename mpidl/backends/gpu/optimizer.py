@@ -23,12 +23,9 @@ CHUNKS = 4 * THREADS, 32 * THREADS  # sizes of the two chunks: floats per block 
 
 @functools.lru_cache(maxsize=16)
 def places(sizes):
-    """Compute aligned positions at which arrays of the given sizes fit into one large array.
+    """Place arrays of the given sizes in one large array; return (first floats, size of the array).
 
-    Returns
-    -------
-    starts, total : list of int, int
-        The position of each array's first float, and the size of the large array in floats.
+    The places are aligned, and all numbers count floats.
     """
     rounded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
     starts = list(itertools.accumulate(rounded, initial=0))
@@ -37,14 +34,16 @@ def places(sizes):
 
 @functools.lru_cache(maxsize=16)
 def _blocks(sizes):
-    """Divide parameters among blocks of threads; return (chunk, blocks).
+    """Divide parameters among blocks of threads; return (chunk, places, firsts).
 
-    `chunk` is the number of floats per block. `blocks` is an int32 array with a row (parameter,
-    first float) for each block.
+    `chunk` is the number of floats per block. `places` has a row (parameter, first float) for each
+    block, and `firsts` the first block of each parameter, then the number of blocks, as int32.
     """
     chunk = CHUNKS[sum(sizes) > SMALL]
     blocks = [(i, first) for i, size in enumerate(sizes) for first in range(0, size, chunk)]
-    return chunk, np.array(blocks, np.int32).reshape(-1, 2)
+    places = np.array(blocks, np.int32).reshape(-1, 2)
+    firsts = np.searchsorted(places[:, 0], np.arange(len(sizes) + 1))
+    return chunk, places, firsts.astype(np.int32)
 
 
 def step_number(name, value):
@@ -78,22 +77,17 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
             f"no kernel computes the step {formula} with {len(numbers)} numbers and {len(state)} "
             "arrays"
         )
-    factors = [1.0] * len(weights) if factors is None else factors
-    _check(formula, weights, gradient=gradients)
-    for arrays in state:
-        _check(formula, weights, state=arrays)
-    sizes = tuple(w.size for w in weights)
-    chunk, blocks = _blocks(sizes)
-    stepped = _side_by_side(weights)
     if not weights:
-        return stepped
+        return []
+    factors = [1.0] * len(weights) if factors is None else factors
+    stepped, parameters, places, _, chunk = _parts(formula, weights, gradients, state)
     numbers = [*map(_on_device, numbers), *[None] * (MOST_NUMBERS - len(numbers))]
     launching.launch(
         "optimizer_step",
-        len(blocks),
+        len(places),
         THREADS,
-        _table(sizes, weights, gradients, stepped, *state),
-        launching.constant(blocks),
+        parameters,
+        places,
         _constant(decays),
         _constant(factors),
         *numbers,
@@ -104,10 +98,10 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
 
 
 def clip(weights, gradients, decays, method, threshold):
-    if not sum(w.size for w in weights):
-        return _side_by_side(weights)
+    if not weights:
+        return []
     clipped, parameters, places, firsts, chunk = _parts("clip", weights, gradients)
-    norms, blocks = method != "absolute-value", places.shape[0]
+    norms, blocks = method != "absolute-value", len(places)
     squares = array.empty((blocks,), np.float64)
     launching.launch(
         "clip_numbers",
@@ -130,10 +124,10 @@ def clip(weights, gradients, decays, method, threshold):
 
 
 def trust(weights, updates, decays, coefficients, method):
-    if not sum(w.size for w in weights):
-        return _side_by_side(weights)
+    if not weights:
+        return []
     scaled, parameters, places, firsts, chunk = _parts("trust", weights, updates)
-    blocks, separate, decays = places.shape[0], int(method == "lars"), _constant(decays)
+    blocks, separate, decays = len(places), int(method == "lars"), _constant(decays)
     squares, scales = array.empty((2 * blocks,), np.float64), array.empty((len(weights),))
     arguments = parameters, places, decays, 1 - separate, chunk, squares
     launching.launch("trust_squares", blocks, THREADS, *arguments)
@@ -143,27 +137,19 @@ def trust(weights, updates, decays, coefficients, method):
     return scaled
 
 
-def _parts(name, weights, gradients):
-    """Return the arguments of the kernels in clip.cu.
+def _parts(name, weights, gradients, state=()):
+    """Return (results, parameters, places, firsts, chunk): the kernels' arguments and results.
 
-    Returns
-    -------
-    scaled : list of Array
-        Uninitialized Arrays for the results, stored in one array as in `optimizer_step`.
-    parameters, places : Table, Array
-        The kernel arguments with these names.
-    firsts : Array
-        The index of each parameter's first block of threads, followed by the number of blocks.
-    chunk : int
-        Floats per block of threads.
+    `results` are uninitialized Arrays, stored in one array as in `optimizer_step`.
     """
     _check(name, weights, gradient=gradients)
-    sizes = tuple(w.size for w in weights)
-    chunk, blocks = _blocks(sizes)
-    scaled = _side_by_side(weights)
-    firsts = np.searchsorted(blocks[:, 0], np.arange(len(sizes) + 1)).astype(np.int32)
-    table = _table(weights, gradients, scaled, sizes)
-    return scaled, table, launching.constant(blocks), launching.constant(firsts), chunk
+    for arrays in state:
+        _check(name, weights, state=arrays)
+    sizes, results = tuple(w.size for w in weights), _side_by_side(weights)
+    chunk, places, firsts = _blocks(sizes)
+    rows = zip(sizes, weights, gradients, results, *state, strict=True)
+    table = launching.table([list(row) for row in rows])
+    return results, table, launching.constant(places), launching.constant(firsts), chunk
 
 
 def _constant(numbers):
@@ -196,10 +182,6 @@ def _side_by_side(weights):
         Array(flat.buffer, w.dtype, w.shape, w.dims, w.order, flat.offset + 4 * first)
         for w, first in zip(weights, firsts, strict=True)
     ]
-
-
-def _table(*columns):
-    return launching.table([list(row) for row in zip(*columns, strict=True)])
 
 
 def _layout(value):

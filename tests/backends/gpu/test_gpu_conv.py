@@ -298,4 +298,4 @@ def test_too_large_layers_are_refused():
     geometry = Geometry((1, 1), ((0, 0), (0, 0)))
     shape = conv.shape_of((1 << 11, 1 << 10, 1 << 10), (1, 1 << 11, 1, 1), geometry)
     with pytest.raises(ValueError, match="too large"):
-        conv_direct._numbers(shape)
+        conv_direct._sizes(shape)

@@ -224,7 +224,7 @@ FAULTS = [
                 "shift[c] = (float)all.mean",
                 "shift[c] = (float)mean[0]",
             ),
-            "the sums of products are not stored": ("x[width + column] = v.product;", ""),
+            "the sums of products are not stored": ("root[width + column] = v.product;", ""),
         },
     ),
     Fault(
