@@ -26,7 +26,8 @@
 // INPUT: 1 if x is normalized and clipped while it is loaded; 2 if x is the cotangent of a
 // normalization, which is differentiated while it is loaded (1x1 filters only). MOMENTS: 1 if the
 // moments of y are computed. SPLITS: the number of blocks that share the steps of a tile. WIDE: 1 if
-// y is float in any case.
+// y is float in any case. EXTRA: x and w have this number of channels of zeros, which `channels` does
+// not count.
 #ifndef BM
 #define BM 128
 #define BN 64
@@ -42,6 +43,7 @@
 #define MOMENTS 0
 #define SPLITS 1
 #define WIDE 0
+#define EXTRA 0
 #endif
 
 namespace {
@@ -124,8 +126,8 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
           int stride_down, int stride_across, int top, int left, int dilation_down,
           int dilation_across, int groups) {
     DEFINE_SHAPE(shape);
-    const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
-    const int S = shape[7], CG = C / shape[14], KG = K / shape[14];  // per group
+    const int H = shape[0], W = shape[1], C = shape[2] + EXTRA, P = shape[3], Q = shape[4];
+    const int K = shape[5], S = shape[7], CG = C / shape[14], KG = K / shape[14];  // per group
     const int KD = shape[6] * S * CG;                                // elements of a filter
     const int tiles_n = (KG + BN - 1) / BN;
 

@@ -24,6 +24,7 @@ from mpidl.backends.gpu import (
     conv_direct,
     fold,
     launching,
+    pad,
 )
 from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.values import BF16
@@ -98,15 +99,36 @@ def shape_of(image, weight_shape, geometry):
     return Shape._make((h, w, c, p, q, k, *numbers))
 
 
-def _operand(x):
-    """Return `batchnorm.operand` of x, with an Array in the type of the precision."""
+def _operand(x, extra=0):
+    """Return `batchnorm.operand` of x, with an Array in the type of the precision.
+
+    With `extra`, x gets a fourth channel of zeros. The Array keeps it for the backward pass.
+    """
+    if extra:
+        x = batchnorm.read(x)
+        padded = x.padded
+        if padded is None or padded.dtype != stored_type():
+            padded = pad.fourth_channel(_stored(x))
+            if type(padded.buffer) is type(x.buffer):  # both belong to a recorded step, or neither
+                x.padded = padded
+        x = padded
     values, *norm = batchnorm.operand(x)
     return values if isinstance(x, DeferredInput) else _stored(values), *norm
 
 
-def _period(operand, shape):
+def _extra(shape):
+    """Return 1 if the convolution reads images with a fourth channel of zeros, else 0.
+
+    Kernels then copy a pixel at once instead of value by value. With three TF32 products for each
+    product, there is no gain: the products take longer than the copies.
+    """
+    is_first = shape.channels == 3 and shape.taps > 1 and shape.groups == 1
+    return int(is_first and terms() == 1)
+
+
+def _period(operand, channels):
     """Return the length of the vectors of a normalization, by default the number of channels."""
-    return shape.channels if operand[1] is None else operand[1].size
+    return channels if operand[1] is None else operand[1].size
 
 
 def stored_type():
@@ -176,7 +198,8 @@ def _direct_kernels(shape):
     """Return the module that computes this convolution without tensor cores, or None."""
     if conv_depthwise.suits(shape) and not settings.direct:
         return conv_depthwise
-    of_input = (shape.height + shape.top) * (shape.width + shape.left) * shape.channels
+    channels = shape.channels + _extra(shape)
+    of_input = (shape.height + shape.top) * (shape.width + shape.left) * channels
     of_output = shape.out_height * shape.out_width * shape.filters
     architecture = int("".join(filter(str.isdigit, launching.device().architecture)))
     is_large = max(of_input, of_output) >= LARGEST
@@ -222,7 +245,7 @@ def forward(x, weight, bias, geometry, tree=None, counts=None, dtype=None):
         y = kernels.forward(_input_of(kernels, x), weight, bias, shape)
         return y, None if counts is None else batchnorm.moments(y, counts, tree)
     size = shape.filters, shape.out_height, shape.out_width
-    source = _operand(x)
+    source = _operand(x, _extra(shape))
     dtype = source[0].dtype if dtype is None else dtype
     y = array.empty_lanes((len(like), *size, LANES), dtype)
     weight = prepared(weight, shape)
@@ -260,8 +283,10 @@ def dx_of(dy, x, weight, geometry, tree, bias=None, backward=None):
 def prepared(weight, shape, turned=False):
     """Return filters as conv_gemm reads them: rounded, and turned for backward-data."""
     dtype, copies = stored_type(), 2 if terms() == 3 else 1
-    result = array.empty((copies * weight.size,), dtype)
-    row = [weight, result, shape.filters, shape.channels, shape.taps, shape.groups, int(turned)]
+    extra = 0 if turned else _extra(shape)
+    result = array.empty((copies * (weight.size + shape.filters * shape.taps * extra),), dtype)
+    row = [weight, result, shape.filters, shape.channels, shape.taps, shape.groups]
+    row += [int(turned), extra]
     group = shape.filters_of_group, shape.channels // shape.groups
     tiles = math.prod(-(-side // 32) for side in group) * shape.groups * shape.taps
     defines = {"TERMS": terms(), **({"BF16": 1} if dtype == BF16 else {})}
@@ -279,7 +304,9 @@ def product(
     """
     x, *norm = source
     pixels, device = shape.out_height * shape.out_width, launching.device()
-    period = _period(source, shape)
+    extra = 0 if is_backward else _extra(shape)
+    channels = shape.channels + extra
+    period = _period(source, channels)
     blocks = USUAL if tree is None else tree.leaves
     inputs = 1 if backward is None else 2
     limits = device.processors, device.shared
@@ -299,12 +326,13 @@ def product(
         partial = array.empty((tiles * splits * tile["BM"] * tile["BN"],))
         tickets = launching.constant(np.zeros(max(tiles, 1), np.int32))
     defines = definitions(tile, shape, device) | {
-        "VECTOR": _vector(shape.channels // shape.groups, period, x, weight),
+        "VECTOR": _vector(channels // shape.groups, period, x, weight),
         "ACROSS": 4 if shape.filters_of_group % 4 == 0 and y.offset % 16 == 0 else 1,
         "BACKWARD": int(is_backward),
         "INPUT": 2 if backward is not None else int(norm[0] is not None),
         "MOMENTS": int(counts is not None),
         "WIDE": int(y.dtype != x.dtype),
+        "EXTRA": extra,
     }
     of_backward, valid = (None,) * 5, counts
     if backward is not None:
@@ -339,10 +367,11 @@ def dweight_of(dy, x, weight, shape, tree, with_bias=False):
         leaves, per_block = kernels.dweight_leaves(dy, x, shape, tree)
         dbias = batchnorm.channel_sums(dy, tree) if with_bias else None
         return fold.partial_of_leaves(leaves, tree, per_block, like=weight), dbias
-    source, dy, device = _operand(x), _stored(dy), launching.device()
-    period, is_float = _period(source, shape), dy.dtype == np.float32
-    tile = dweight_tile(shape, is_float)
-    tiles = -(-shape.width_of_filter // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups
+    extra, dy, device = _extra(shape), _stored(dy), launching.device()
+    source, padded = _operand(x, extra), shape._replace(channels=shape.channels + extra)
+    period, is_float = _period(source, padded.channels), dy.dtype == np.float32
+    tile = dweight_tile(padded, is_float)
+    tiles = -(-padded.width_of_filter // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups
     slots = device.processors * tile["MIN_BLOCKS"]
     pixels = shape.out_height * shape.out_width
     images = images_per_leaf(tiles, pixels, tree.leaves, slots)
@@ -353,10 +382,11 @@ def dweight_of(dy, x, weight, shape, tree, with_bias=False):
     of_bias = array.empty((len(ranges), shape.filters)) if with_bias else None
     table = None if longest == 1 else launching.constant(np.array(ranges, np.int32))
     defines = definitions(tile, shape, device) | {
-        "VECTOR_X": _vector(shape.channels // shape.groups, period, source[0]),
+        "VECTOR_X": _vector(padded.channels // shape.groups, period, source[0]),
         "VECTOR_Y": _vector(shape.filters_of_group, shape.filters_of_group, dy),
         "INPUT": int(source[1] is not None),
         "LEVELS": levels,
+        "EXTRA": extra,
     }
     launching.launch(
         "conv_dweight",
