@@ -12,6 +12,7 @@ from test_conformance import BY_NAME
 from mpidl.backends import settings
 from mpidl.backends.gpu import array, conv, conv_direct, launching
 from mpidl.backends.gpu.backend import GPU
+from mpidl.backends.gpu.recorder import Recorder
 from mpidl.backends.shapes import Geometry
 from mpidl.core.blocks import LANES
 from mpidl.core.fold import Tree
@@ -149,6 +150,22 @@ def test_kernels_compiled_for_one_shape_give_the_same_bytes(emulated, label):
         device.specialize = True
         assert layer.products() == generic
         assert any("CONV_SHAPE" in dict(unit.defines) for unit in launching.process.loaded)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_pixels_of_three_channels_are_copied_at_once(emulated, monkeypatch, precision):
+    """Images outside a recorded step do not keep a copy in its memory."""
+    monkeypatch.setattr(settings, "precision", precision)
+    with emulated() as device:
+        layer = Layer("3x3 of three channels", 2)
+        with launching.through(Recorder(device)):
+            layer.forward()
+        assert not device.launched
+        outputs = layer.products()
+        assert device.launched.count("pad_channel") == 1  # forward and backward share the copy
+        defines = [dict(unit.defines) for unit in launching.process.loaded]
+        assert {4} == {d.get("VECTOR_X", d.get("VECTOR")) for d in defines if d.get("EXTRA")}
+        assert layer.products() == outputs
 
 
 def test_unaligned_weights_give_the_same_bytes(device):
