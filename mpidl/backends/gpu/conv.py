@@ -39,6 +39,7 @@ HEIGHTS = 64, 96, 128  # rows of a tile of conv_dweight, for filters of more tha
 # Time of a tile of conv_dweight that does not depend on its number of pixels (start, and writing,
 # reading and folding a leaf), in units of the time of a pixel.
 START = 128
+BUSY = 384  # threads with which a multiprocessor hides the latency of memory
 LEVELS = 4  # conv_dweight folds ranges of up to 2^4 blocks of 16 images
 SHORTEST = 4  # smallest number of steps of a tile that a block of threads computes
 
@@ -343,12 +344,21 @@ def dweight_of(dy, x, weight, shape, tree, with_bias=False):
     period, is_float = _period(source, shape), dy.dtype == np.float32
     tile = dweight_tile(shape, is_float)
     tiles = -(-shape.width_of_filter // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups
-    slots = device.processors * tile["MIN_BLOCKS"]
     pixels = shape.out_height * shape.out_width
+    slots = device.processors * tile["MIN_BLOCKS"]
     images = images_per_leaf(tiles, pixels, tree.leaves, slots)
-    ranges, ends = _ranges(tree, images, tiles, pixels, slots)
+
+    def cost(ranges, length):
+        """Return the time of this many ranges, whose levels occupy shared memory."""
+        shared = shared_of_dweight(tile, (length - 1).bit_length(), dy.dtype.itemsize)
+        resident = max(1, min(tile["MIN_BLOCKS"], device.shared // shared))
+        waves = -(-ranges * tiles // (device.processors * resident))
+        speed = min(1, resident * threads_of(tile) / BUSY)
+        return waves * resident * (length * images * pixels + START) / speed
+
+    ranges, ends = _ranges(tree, images, cost)
     longest = max((count for _, count in ranges), default=1)
-    levels = 0 if longest == 1 else max(1, (longest - 1).bit_length() if not tree.plain else 1)
+    levels = (longest - 1).bit_length() if not tree.plain else int(longest > 1)
     leaves = array.empty((len(ranges), weight.size))
     of_bias = array.empty((len(ranges), shape.filters)) if with_bias else None
     table = None if longest == 1 else launching.constant(np.array(ranges, np.int32))
@@ -402,13 +412,13 @@ def images_per_leaf(tiles, pixels, blocks, slots):
     return min((1, 2, 4, 8, LANES), key=cost)
 
 
-def _ranges(tree, images, tiles, pixels, slots):
+def _ranges(tree, images, cost):
     """Divide this rank's leaves into ranges that blocks of threads fold; return (ranges, ends).
 
     A range is (first leaf, number of leaves), and is itself a node of the tree. `ends` has a pair
     (first range, number of ranges) for each node of this rank. How the leaves are divided does not
-    change the bytes, so it may depend on this rank's share. The nodes of a plain sum are not
-    divided.
+    change the bytes, so it may depend on this rank's share. `cost` returns the time for a number
+    of ranges and their length, which is minimized. The nodes of a plain sum are not divided.
     """
     start, per_block = tree.run[0], LANES // images
     nodes = [((a - start) * per_block, (b - start) * per_block) for a, b in tree.nodes[tree.rank]]
@@ -418,11 +428,10 @@ def _ranges(tree, images, tiles, pixels, slots):
         size = 1
     else:
 
-        def cost(size):
-            count = sum(-(-(b - a) // size) for a, b in nodes)
-            return -(-count * tiles // slots) * (size * images * pixels + START), -size
+        def cost_of(size):
+            return cost(sum(-(-(b - a) // size) for a, b in nodes), size), -size
 
-        size = min((1 << level for level in range(LEVELS + 1)), key=cost)
+        size = min((1 << level for level in range(LEVELS + 1)), key=cost_of)
     ranges, ends = [], []
     for first, stop in nodes:
         parts = [(i, min(size, stop - i)) for i in range(first, stop, size)]
