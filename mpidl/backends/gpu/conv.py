@@ -205,7 +205,8 @@ def _input_of(kernels, x):
 def _is_pointwise(shape):
     """Return whether each output pixel reads one input pixel, and each input pixel is read once."""
     sizes = (shape.height, shape.width), (shape.out_height, shape.out_width)
-    return sizes[0] == sizes[1] and shape.taps == shape.groups == 1
+    strides = shape.stride_down, shape.stride_across  # larger strides can read padding
+    return sizes[0] == sizes[1] and {shape.taps, shape.groups, *strides} == {1}
 
 
 def _shape(x, weight, geometry, dy=None):
@@ -299,12 +300,27 @@ def product(
     pixels, device = shape.out_height * shape.out_width, launching.device()
     blocks, inputs = USUAL if tree is None else tree.leaves, 1 if backward is None else 2
     limits = device.processors, device.shared
+<<<<<<< HEAD
     tile = gemm_tile(shape, blocks * LANES * pixels, *limits, terms(), inputs)
     images, period = len(y) * LANES, _period(source, shape)
     kind, leaves, parts, skipped = _leaves(statistics, shape, tile, len(y), tree)
     across = columns_of(shape, tile["BN"]) * shape.groups
     tiles = tiles_of(shape, images, tile["BM"], skipped, is_backward) * across
     splits, partial, tickets = tile["SPLITS"], None, None
+=======
+    tile = gemm_tile(shape, blocks * LANES * pixels, *limits, settings.precision, inputs)
+    images = len(y) * LANES
+    skipped = 0
+    if counts is not None:
+        rows_of_block = LANES * pixels
+        skipped = tree.run[0] * rows_of_block % tile["BM"]
+        parts = _power(-(-rows_of_block // tile["BM"]) + (rows_of_block % tile["BM"] > 0))
+        leaves = array.empty((len(y) * parts, 1 + 2 * shape.filters), np.float64)
+    tiles = tiles_of(shape, images, tile["BM"], skipped, is_backward)
+    tiles *= columns_of(shape, tile["BN"]) * shape.groups
+    splits = tile["SPLITS"]
+    partial = tickets = None
+>>>>>>> main
     if splits > 1:
         partial = array.empty((tiles * splits * tile["BM"] * tile["BN"],))
         tickets = launching.constant(np.zeros(max(tiles, 1), np.int32))
@@ -366,6 +382,7 @@ def dweight_of(dy, x, weight, shape, tree, with_bias=False):
     pixels = shape.out_height * shape.out_width
     slots = device.processors * tile["MIN_BLOCKS"]
     images = images_per_leaf(tiles, pixels, tree.leaves, slots)
+<<<<<<< HEAD
 
     def cost(ranges, length):
         """Return the time of this many ranges, whose levels occupy shared memory."""
@@ -376,6 +393,11 @@ def dweight_of(dy, x, weight, shape, tree, with_bias=False):
         return waves * resident * (length * images * pixels + START) / speed
 
     ranges, ends = _ranges(tree, images, cost)
+=======
+    none, one = (shared_of_dweight(tile, n, dy.dtype.itemsize) for n in (0, 1))
+    fitting = (device.shared - none) // (one - none)
+    ranges, ends = _ranges(tree, images, tiles, pixels, slots, fitting)
+>>>>>>> main
     longest = max((count for _, count in ranges), default=1)
     levels = (longest - 1).bit_length() if not tree.plain else int(longest > 1)
     leaves = array.empty((len(ranges), weight.size))
@@ -431,26 +453,39 @@ def images_per_leaf(tiles, pixels, blocks, slots):
     return min((1, 2, 4, 8, LANES), key=cost)
 
 
+<<<<<<< HEAD
 def _ranges(tree, images, cost):
+=======
+def _ranges(tree, images, tiles, pixels, slots, levels):
+>>>>>>> main
     """Divide this rank's leaves into ranges that blocks of threads fold; return (ranges, ends).
 
     A range is (first leaf, number of leaves), and is itself a node of the tree. `ends` has a pair
     (first range, number of ranges) for each node of this rank. How the leaves are divided does not
+<<<<<<< HEAD
     change the bytes, so it may depend on this rank's share. `cost` returns the time for a number
     of ranges and their length, which is minimized. The nodes of a plain sum are not divided.
+=======
+    change the bytes, so it may depend on this rank's share and on the number of `levels` for which
+    a block has shared memory. The nodes of a plain sum are not divided if there is a level.
+>>>>>>> main
     """
     start, per_block = tree.run[0], LANES // images
     nodes = [((a - start) * per_block, (b - start) * per_block) for a, b in tree.nodes[tree.rank]]
-    if tree.plain:
+    if tree.plain and levels > 0:
         size = max([b - a for a, b in nodes], default=1)
-    elif images < LANES:
+    elif tree.plain or images < LANES:
         size = 1
     else:
 
         def cost_of(size):
             return cost(sum(-(-(b - a) // size) for a, b in nodes), size), -size
 
+<<<<<<< HEAD
         size = min((1 << level for level in range(LEVELS + 1)), key=cost_of)
+=======
+        size = min((1 << level for level in range(min(levels, LEVELS) + 1)), key=cost)
+>>>>>>> main
     ranges, ends = [], []
     for first, stop in nodes:
         parts = [(i, min(size, stop - i)) for i in range(first, stop, size)]
@@ -537,7 +572,7 @@ def _power(n):
 
 
 @functools.lru_cache(maxsize=256)
-def gemm_tile(shape, rows, processors, shared, terms, inputs=1):
+def gemm_tile(shape, rows, processors, shared, precision, inputs=1):
     """Return the macros BM, BN, WM, WN, STAGES, MIN_BLOCKS and SPLITS of conv_gemm, as a dict.
 
     `rows` is the total number of output pixels. A tile has 128 rows, or 64 if tiles of 128 rows
@@ -550,10 +585,10 @@ def gemm_tile(shape, rows, processors, shared, terms, inputs=1):
     wide = COLUMNS[columns] < columns  # two warps next to each other
     resident = (2 if wide else 5 if columns < 24 else 4) * (128 // height)
     stages = 3 if wide else 2
-    bytes_of_stage = (height * inputs + columns * (2 if terms == 3 else 1)) * STEP
+    bytes_of_stage = (height * inputs + columns * (2 if precision == "fp32" else 1)) * STEP
     if stages * bytes_of_stage * resident > shared:
         stages = 2
-    depth = shape.width_of_filter // (32 if settings.precision != "bf16" else 64)
+    depth = shape.width_of_filter // (64 if precision == "bf16" else 32)
     tiles, splits = -(-rows // height) * across, 1
     while 2 * splits * tiles <= processors and depth >= 2 * splits * SHORTEST:
         splits *= 2
