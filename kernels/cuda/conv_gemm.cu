@@ -391,12 +391,7 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
         }
         if (row_of_y[i] >= 0) store_result<ACROSS>(y + row_of_y[i] + column, v);
     }
-<<<<<<< HEAD
 #if STATISTICS
-=======
-#if MOMENTS
-    __syncthreads();  // other threads have changed rows of the tile
->>>>>>> main
     // for each block of images in the tile: a thread's rows, then all rows of a column
     __syncthreads();  // the tile holds what is stored
     float* of_line = tile + BM * PITCH;

@@ -300,27 +300,12 @@ def product(
     pixels, device = shape.out_height * shape.out_width, launching.device()
     blocks, inputs = USUAL if tree is None else tree.leaves, 1 if backward is None else 2
     limits = device.processors, device.shared
-<<<<<<< HEAD
-    tile = gemm_tile(shape, blocks * LANES * pixels, *limits, terms(), inputs)
+    tile = gemm_tile(shape, blocks * LANES * pixels, *limits, settings.precision, inputs)
     images, period = len(y) * LANES, _period(source, shape)
     kind, leaves, parts, skipped = _leaves(statistics, shape, tile, len(y), tree)
     across = columns_of(shape, tile["BN"]) * shape.groups
     tiles = tiles_of(shape, images, tile["BM"], skipped, is_backward) * across
     splits, partial, tickets = tile["SPLITS"], None, None
-=======
-    tile = gemm_tile(shape, blocks * LANES * pixels, *limits, settings.precision, inputs)
-    images = len(y) * LANES
-    skipped = 0
-    if counts is not None:
-        rows_of_block = LANES * pixels
-        skipped = tree.run[0] * rows_of_block % tile["BM"]
-        parts = _power(-(-rows_of_block // tile["BM"]) + (rows_of_block % tile["BM"] > 0))
-        leaves = array.empty((len(y) * parts, 1 + 2 * shape.filters), np.float64)
-    tiles = tiles_of(shape, images, tile["BM"], skipped, is_backward)
-    tiles *= columns_of(shape, tile["BN"]) * shape.groups
-    splits = tile["SPLITS"]
-    partial = tickets = None
->>>>>>> main
     if splits > 1:
         partial = array.empty((tiles * splits * tile["BM"] * tile["BN"],))
         tickets = launching.constant(np.zeros(max(tiles, 1), np.int32))
@@ -382,22 +367,18 @@ def dweight_of(dy, x, weight, shape, tree, with_bias=False):
     pixels = shape.out_height * shape.out_width
     slots = device.processors * tile["MIN_BLOCKS"]
     images = images_per_leaf(tiles, pixels, tree.leaves, slots)
-<<<<<<< HEAD
 
     def cost(ranges, length):
-        """Return the time of this many ranges, whose levels occupy shared memory."""
+        """Return the time of this many ranges, infinite if their levels do not fit into memory."""
         shared = shared_of_dweight(tile, (length - 1).bit_length(), dy.dtype.itemsize)
+        if shared > device.shared:
+            return math.inf
         resident = max(1, min(tile["MIN_BLOCKS"], device.shared // shared))
         waves = -(-ranges * tiles // (device.processors * resident))
         speed = min(1, resident * threads_of(tile) / BUSY)
         return waves * resident * (length * images * pixels + START) / speed
 
     ranges, ends = _ranges(tree, images, cost)
-=======
-    none, one = (shared_of_dweight(tile, n, dy.dtype.itemsize) for n in (0, 1))
-    fitting = (device.shared - none) // (one - none)
-    ranges, ends = _ranges(tree, images, tiles, pixels, slots, fitting)
->>>>>>> main
     longest = max((count for _, count in ranges), default=1)
     levels = (longest - 1).bit_length() if not tree.plain else int(longest > 1)
     leaves = array.empty((len(ranges), weight.size))
@@ -453,26 +434,18 @@ def images_per_leaf(tiles, pixels, blocks, slots):
     return min((1, 2, 4, 8, LANES), key=cost)
 
 
-<<<<<<< HEAD
 def _ranges(tree, images, cost):
-=======
-def _ranges(tree, images, tiles, pixels, slots, levels):
->>>>>>> main
     """Divide this rank's leaves into ranges that blocks of threads fold; return (ranges, ends).
 
     A range is (first leaf, number of leaves), and is itself a node of the tree. `ends` has a pair
     (first range, number of ranges) for each node of this rank. How the leaves are divided does not
-<<<<<<< HEAD
     change the bytes, so it may depend on this rank's share. `cost` returns the time for a number
-    of ranges and their length, which is minimized. The nodes of a plain sum are not divided.
-=======
-    change the bytes, so it may depend on this rank's share and on the number of `levels` for which
-    a block has shared memory. The nodes of a plain sum are not divided if there is a level.
->>>>>>> main
+    of ranges and their length, which is minimized. The nodes of a plain sum, whose leaves need one
+    level, are not divided if it fits into memory.
     """
     start, per_block = tree.run[0], LANES // images
     nodes = [((a - start) * per_block, (b - start) * per_block) for a, b in tree.nodes[tree.rank]]
-    if tree.plain and levels > 0:
+    if tree.plain and math.isfinite(cost(1, 2)):
         size = max([b - a for a, b in nodes], default=1)
     elif tree.plain or images < LANES:
         size = 1
@@ -481,11 +454,7 @@ def _ranges(tree, images, tiles, pixels, slots, levels):
         def cost_of(size):
             return cost(sum(-(-(b - a) // size) for a, b in nodes), size), -size
 
-<<<<<<< HEAD
         size = min((1 << level for level in range(LEVELS + 1)), key=cost_of)
-=======
-        size = min((1 << level for level in range(min(levels, LEVELS) + 1)), key=cost)
->>>>>>> main
     ranges, ends = [], []
     for first, stop in nodes:
         parts = [(i, min(size, stop - i)) for i in range(first, stop, size)]
