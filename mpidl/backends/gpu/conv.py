@@ -130,7 +130,7 @@ def conv2d(x, weight, bias, geometry):
 
 def conv2d_relu(x, weight, bias, geometry, addend):
     y = forward(x, weight, bias, geometry)[0]
-    return activation.relu(y if addend is None else y + addend)
+    return batchnorm.add_operands(y, addend, relu=True)
 
 
 def conv2d_moments(x, weight, bias, geometry, counts, tree):
@@ -233,7 +233,9 @@ def forward(x, weight, bias, geometry, tree=None, counts=None, dtype=None):
     shape = _shape(like, weight, geometry)
     kernels = _direct_kernels(shape)
     if kernels is not None:
-        y = kernels.forward(_input_of(kernels, x), weight, bias, shape)
+        values = _input_of(kernels, x)
+        values = values if dtype is None else values.astype(dtype)
+        y = kernels.forward(values, weight, bias, shape)
         return y, None if counts is None else batchnorm.moments(y, counts, tree)
     size = shape.filters, shape.out_height, shape.out_width
     source = _operand(x)
@@ -263,11 +265,11 @@ def dx_of(dy, x, weight, geometry, tree, bias=None, backward=None, statistics=No
     `statistics`, or None.
     """
     shape = _shape(x, weight, geometry, dy)
-    kernels = _direct_kernels(shape)
+    kernels, dy = _direct_kernels(shape), _stored(dy)
     if kernels is not None:
-        dx = kernels.dx(dy, x, weight, shape)
+        dx = kernels.dx(dy.astype(x.dtype), x, weight, shape)
         return dx if bias is None else conv_direct.with_bias(dx, bias), dy, None
-    dx, dy = array.empty_like(x), _stored(dy)
+    dx = array.empty_like(x)
     weight = prepared(weight, shape, turned=True)
     dz = dy if backward is None else array.empty_like(dy)
     backward = None if backward is None else (*backward, dz)
