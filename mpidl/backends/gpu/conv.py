@@ -129,7 +129,7 @@ def conv2d(x, weight, bias, geometry):
 
 def conv2d_relu(x, weight, bias, geometry, addend):
     y = forward(x, weight, bias, geometry)[0]
-    return activation.relu(y if addend is None else y + addend)
+    return batchnorm.add_operands(y, addend, relu=True)
 
 
 def conv2d_moments(x, weight, bias, geometry, counts, tree):
