@@ -49,10 +49,10 @@ def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=90, stop
     rounded = {name: options | {"precision": name} for name in PRECISIONS}
     jobs = [(1, [Run("once", options), Run("without graphs", options | {"graphs": "off"})])]
     jobs += [(n, [Run(f"{n} ranks", options)]) for n in ranks]
-    again = [Run("again", options)]
+    repeated = [Run("again", options)]
     for name, values in rounded.items():
-        again += [Run(name, values), Run(f"{name}, again", values)]
-    jobs += [(1, again)]
+        repeated += [Run(name, values), Run(f"{name}, again", values)]
+    jobs += [(1, repeated)]
     jobs += [(n, [Run(f"{p}, {n} ranks", rounded[p]) for p in PRECISIONS]) for n in ranks[-1:]]
     pairs = [(n, 1) for n in ranks[:1]] + [(1, n) for n in ranks[-1:]] or [(1, 1)]
     parts = {(a, b): f"{a} rank(s), resumed on {b}" for a, b in pairs if checkpoints}

@@ -33,8 +33,8 @@ from mpidl.data import ArrayDatastore, MinibatchQueue
 COUNT = 20  # images, so that the last of two blocks is partly full
 # Largest allowed errors. Products in float32, or as three TF32 products, differ only by rounding.
 # Tensor cores may truncate each sum, which gives up to 3e-6. In bfloat16, both factors and some
-# results are rounded, each by 1e-3 on average.
-EXACT, PRODUCTS, TF32, BFLOAT16 = 1e-6, 4e-6, 1e-3, 4e-3
+# results are rounded, each by 1e-3 on average, and sums of them cancel in part.
+EXACT, PRODUCTS, TF32, BFLOAT16 = 1e-6, 4e-6, 1e-3, 1e-2
 # Ways to compute products: (name, precision, True to avoid tensor cores, largest error).
 KINDS = (
     ("fp32", "fp32", False, PRODUCTS),
