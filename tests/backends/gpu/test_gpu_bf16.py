@@ -30,6 +30,7 @@ from mpidl.training.files.model_file import weights_sha256
 TREE = Tree(1, ((0, 1),), 0)
 PADDED = Geometry((1, 1), ((1, 1), (1, 1)))
 ARCHITECTURES = ["sm_90", "sm_75"]  # with and without tensor cores for bfloat16
+on_both = pytest.mark.parametrize("device", ARCHITECTURES, indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +172,7 @@ OPS = [convolution, convolution_of_an_activation, gradient_of_images, normalizat
 OPS += [addition_and_relu, gradient_of_a_normalization, mean_of_windows, gradient_of_features]
 
 
+@on_both
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_rounds_its_result_once(device, op):
     """A result that is not rounded, or rounded twice, would differ."""
@@ -180,6 +182,7 @@ def test_an_op_rounds_its_result_once(device, op):
     assert not np.array_equal(nearest, exact) and not np.array_equal(nearest, rounded(other))
 
 
+@on_both
 def test_scores_of_a_dense_layer_are_not_rounded(device):
     n = Numbers()
     weight = array.filters(n.of_dense.astype(np.float32), (4, 5, 5))
@@ -191,6 +194,7 @@ def test_scores_of_a_dense_layer_are_not_rounded(device):
     assert not np.array_equal(rounded(exact), exact)
 
 
+@on_both
 def test_statistics_are_those_of_the_stored_numbers(device):
     n = Numbers()
     arguments = filters(n.weight), plain(n.bias), PADDED, plain_counts(), TREE
