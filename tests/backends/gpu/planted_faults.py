@@ -93,8 +93,8 @@ CONVOLUTION_FAULTS = [
     Fault(
         family="conv_gemm",
         description="no barrier before the moments of a tile are computed",
-        old=f"{BARRIER}  // other threads have changed rows",
-        new="// other threads have changed rows",
+        old=f"{BARRIER}  // the tile holds what is stored",
+        new="// the tile holds what is stored",
         check=check_on_gpu,
         arguments=("conv2d_moments, 3x3",),
     ),

@@ -144,7 +144,7 @@ def test_thread_blocks_that_share_a_tile_add_up_in_order(emulated, monkeypatch, 
 def test_moments_do_not_depend_on_the_order_of_threads(emulated, monkeypatch, precision):
     """A thread reads rows of the tile to which others have added the bias, and which they round."""
     monkeypatch.setattr(settings, "precision", precision)
-    found = set()
+    tile = set()
     for order in (0, 1, 2):
         with emulated(order=order):
             layer = Layer("3x3", 2)  # a tile has pixels of both blocks
@@ -152,8 +152,8 @@ def test_moments_do_not_depend_on_the_order_of_threads(emulated, monkeypatch, pr
                 layer.x, layer.weight, layer.bias, layer.geometry, layer.counts, layer.tree
             )
             (root,) = moments.terms[0].nodes
-            found.add((y.astype("f4").numpy().tobytes(), root.numpy().tobytes()))
-    assert layer.bias is not None and len(found) == 1
+            tile.add((y.astype("f4").numpy().tobytes(), root.numpy().tobytes()))
+    assert layer.bias is not None and len(tile) == 1
 
 
 def test_division_of_a_tile_does_not_depend_on_the_precision_before(emulated, monkeypatch):
