@@ -144,12 +144,14 @@ def test_targets(kind, network, loss, resident, pairs, tmp_path):
     jobs.assert_same_end(tmp_path / "1", tmp_path / "3")
 
 
-@pytest.mark.slow("gpu")
-def test_predict(single, pictures, tmp_path):
+@SLOW
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_predict(precision, single, pictures, tmp_path):
     """Ranks that share a GPU must write the same scores and activations as a single rank."""
     files = {}
     for ranks in (1, 2):
-        words = ["predict", "--device", "gpu", "--model", single / "model.h5", "--data", pictures]
+        words = ["predict", "--device", "gpu", "--precision", precision, "--data", pictures]
+        words += ["--model", single / "model.h5"]
         scores, layer = tmp_path / f"{ranks}.csv", tmp_path / f"{ranks}.npy"
         run(ranks, *words, "--out", scores, "--top-k", 2)
         run(ranks, *words, "--out", layer, "--activations", "relu1")
