@@ -12,8 +12,6 @@
       function<1>(__VA_ARGS__);                                                                    \
   } while (0)
 
-__device__ __forceinline__ float rectified(float x) { return x <= 0 ? 0 : x; }  // NaN stays NaN
-
 // Computes leaf (partial sum) blockIdx.x: the sum of n rows, rounded to float32.
 template <int VEC>
 __device__ __forceinline__ void leaf_sums(const value* x, float* leaves, int n, int channels,
@@ -162,40 +160,6 @@ batchnorm_sums(const value* __restrict__ dy, const value* __restrict__ x,
 }
 
 template <int VEC>
-__device__ __forceinline__ void normalize(Source source, value* y, long long n, int channels,
-                                          int tile) {
-  const Place p = place<VEC>(channels, tile);
-  if (!p.inside) return;
-  const Norm<VEC> norm = norm_of<VEC>(source, p.channel);
-  const value* x = source.x + p.channel;
-  y += p.channel;
-  const long long step = (long long)gridDim.x * p.rows;
-  for (long long row = (long long)blockIdx.x * p.rows + p.row; row < n; row += 4 * step) {
-    Floats<VEC> v[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (row + i * step < n) v[i] = load<VEC>(x + (row + i * step) * channels);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (row + i * step < n) {
-#pragma unroll
-        for (int k = 0; k < VEC; ++k)
-          v[i].at[k] = activated(v[i].at[k], source, norm, k);
-        store<VEC>(y + (row + i * step) * channels, v[i]);
-      }
-  }
-}
-
-// y = (x - mean) * scale + beta for n rows, limited to [low, high].
-extern "C" __global__ void __launch_bounds__(256)
-batchnorm(const value* __restrict__ x, const float* __restrict__ mean,
-          const float* __restrict__ scale, const float* __restrict__ beta, float low, float high,
-          value* __restrict__ y, long long n, int channels, int tile) {
-  const Source source = {x, mean, scale, beta, low, high};
-  BY_WIDTH(normalize, source, y, n, channels, tile);
-}
-
-template <int VEC>
 __device__ __forceinline__ void normalize_back(const value* dy, Source source, const float* a,
                                                const float* b, const float* c, value* dx,
                                                long long used, long long n, int channels,
@@ -245,9 +209,6 @@ batchnorm_dx(const value* dy, const value* __restrict__ x, const float* __restri
   BY_WIDTH(normalize_back, dy, source, a, b, c, dx, used, n, channels, tile);
 }
 
-// Sums of two values. `positive` (a byte for each four channels of a pixel, or null) has a bit for
-// each element of the sum: whether ReLU keeps it. The gradient reads these bits instead of the sum.
-
 template <int VEC>
 __device__ __forceinline__ void add_rows_of(Source a, Source b, value* y, unsigned char* positive,
                                             int relu, long long n, int channels, int tile) {
@@ -262,7 +223,7 @@ __device__ __forceinline__ void add_rows_of(Source a, Source b, value* y, unsign
       if (row + i * step < n) {
         const long long at = (row + i * step) * channels + p.channel;
         v[i] = load<VEC>(a.x + at);
-        w[i] = load<VEC>(b.x + at);
+        if (b.x) w[i] = load<VEC>(b.x + at);
       }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -271,8 +232,9 @@ __device__ __forceinline__ void add_rows_of(Source a, Source b, value* y, unsign
       int bits = 0;
 #pragma unroll
       for (int k = 0; k < VEC; ++k) {
-        const float sum = activated(v[i].at[k], a, of_a, k) + activated(w[i].at[k], b, of_b, k);
-        v[i].at[k] = relu ? rectified(sum) : sum;
+        float sum = activated(v[i].at[k], a, of_a, k);
+        if (b.x) sum += activated(w[i].at[k], b, of_b, k);
+        v[i].at[k] = relu && sum <= 0 ? 0 : sum;  // NaN stays NaN
         bits |= (as_stored(v[i].at[k]) > 0) << k;
       }
       store<VEC>(y + at, v[i]);
@@ -281,9 +243,11 @@ __device__ __forceinline__ void add_rows_of(Source a, Source b, value* y, unsign
   }
 }
 
-// y = a + b for n rows, or its ReLU if `relu`. Each operand is normalized if its mean is not null.
+// y = a + b for n rows, or a if b is null, or the ReLU of this if `relu`. Each operand is normalized
+// if its mean is not null. `positive` (a byte for each four channels of a pixel, or null) gets a bit
+// for each element: whether ReLU keeps it. The gradient reads these bits instead of y.
 extern "C" __global__ void __launch_bounds__(256, 2)
-add_values(const value* __restrict__ a, const float* __restrict__ a_mean,
+add_operands(const value* __restrict__ a, const float* __restrict__ a_mean,
            const float* __restrict__ a_scale, const float* __restrict__ a_beta, float a_low,
            float a_high, const value* __restrict__ b, const float* __restrict__ b_mean,
            const float* __restrict__ b_scale, const float* __restrict__ b_beta, float b_low,
@@ -361,18 +325,6 @@ add_relu_dx(const value* __restrict__ dy, const value* __restrict__ more_dy,
   const Source of_a = {a, a_mean}, of_b = {b, b_mean};
   BY_WIDTH(add_relu_back, dy, more_dy, y, positive, dz, of_a, a_leaves, of_b, b_leaves,
            images * pixels, channels, tile);
-}
-
-// ReLU and its gradient. Sizes are multiples of 16.
-extern "C" __global__ void __launch_bounds__(256)
-relu(const value* __restrict__ x, value* __restrict__ y, long long n) {
-  each_four(x, y, n, [](float v) { return rectified(v); });
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-relu_dx(const value* __restrict__ dy, const value* __restrict__ y, value* __restrict__ dx,
-        long long n) {
-  each_four(dy, y, dx, n, [](float g, float v) { return v > 0 ? g : 0; });
 }
 
 // new = old + decay * (value - old). Row blockIdx.y of `table` has the addresses of old (float32),

@@ -63,17 +63,24 @@ zero_words(int* __restrict__ x, long long n) {
   EACH_INDEX(i, n) x[i] = 0;
 }
 
-// Copies one array. Row blockIdx.y of `table` describes the copy: source, destination, number of
-// rows, words per row, and the pitches of source and destination in words of 4 bytes.
+template <class T> __device__ __forceinline__ void copy_rows(const long long* piece) {
+  const T* __restrict__ from = reinterpret_cast<const T*>(piece[0]);
+  T* __restrict__ to = reinterpret_cast<T*>(piece[1]);
+  const long long width = piece[4];
+#pragma unroll 4
+  EACH_INDEX(i, piece[2] * width) {
+    const long long row = i / width, column = i - row * width;
+    to[row * piece[6] + column] = from[row * piece[5] + column];
+  }
+}
+
+// Copies parts of arrays. Row blockIdx.y of `table` describes a copy: source, destination, number of
+// rows, and the bytes that are moved at once; as multiples of these: the width of the rows, and
+// their distances in the source and in the destination.
 extern "C" __global__ void __launch_bounds__(256)
 copy_pieces(const long long* __restrict__ table) {
-  const long long* piece = table + 6 * blockIdx.y;
-  const int* __restrict__ from = reinterpret_cast<const int*>(piece[0]);
-  int* __restrict__ to = reinterpret_cast<int*>(piece[1]);
-  for (long long row = 0; row < piece[2]; ++row) {
-    const int* source = from + row * piece[4];
-    int* destination = to + row * piece[5];
-#pragma unroll 4
-    EACH_INDEX(i, piece[3]) destination[i] = source[i];
-  }
+  const long long* piece = table + 7 * blockIdx.y;
+  if (piece[3] == 16) copy_rows<float4>(piece);
+  if (piece[3] == 4) copy_rows<int>(piece);
+  if (piece[3] == 2) copy_rows<short>(piece);
 }

@@ -11,6 +11,7 @@
 
 #ifndef POOL_WIDTH
 #define POOL_WIDTH 1 // channels per thread: 4 if C is a multiple of 4, else 1
+#define MAX 1        // 1 for max pooling, 0 for average pooling
 #endif
 
 typedef Floats<POOL_WIDTH> Values; // the channels that a thread reads or writes at once
@@ -30,7 +31,7 @@ __device__ __forceinline__ Span span_of(int window, int stride, int before, int 
 }
 
 // Returns the number by which the sum of a window is divided.
-__device__ __forceinline__ float divisor(Span rows, Span columns, int size, bool count_padding) {
+__device__ __forceinline__ float divisor(Span rows, Span columns, int size, int count_padding) {
     if (count_padding) return (float)size;
     return (float)((rows.stop - rows.first) * (columns.stop - columns.first));
 }
@@ -51,14 +52,16 @@ __device__ __forceinline__ Containing containing(int pixel, int stride, int befo
     return {place, window};
 }
 
-// Computes a CTA's row of y. If MAX, y is the largest pixel of each window, and argmax is the
-// position of that pixel. Otherwise y is the mean of the window, which counts padding as zeros if
-// `count_padding`.
-template <bool MAX>
-__device__ __forceinline__ void pool_row(Source source, value* y, unsigned char* argmax, int C,
-                                         int H, int W, int P, int Q, int R, int S, int stride_h,
-                                         int stride_w, int top, int left,
-                                         bool count_padding = true) {
+// If MAX, y is the largest pixel of each window, or NaN if a pixel is NaN, and argmax is the position
+// of the first such pixel in the window, counted row by row. Otherwise y is the mean of the window,
+// which counts padding as zeros if `count_padding`, and argmax is null. x is (images, H, W, C), and
+// normalized if mean is not null; y and argmax are (images, P, Q, C). Grid: images * P.
+extern "C" __global__ void __launch_bounds__(256, 4)
+pool2d(const value* __restrict__ x, const float* __restrict__ mean,
+       const float* __restrict__ scale, const float* __restrict__ beta, float low, float high,
+       value* __restrict__ y, unsigned char* __restrict__ argmax, int C, int H, int W, int P, int Q,
+       int R, int S, int stride_h, int stride_w, int top, int left, int count_padding) {
+    const Source source = {x, mean, scale, beta, low, high};
     const Span rows = span_of(blockIdx.x % P, stride_h, top, R, H);
     const value* image = source.x + (long long)(blockIdx.x / P) * H * W * C;
     const long long row = (long long)blockIdx.x * Q * C;
@@ -98,11 +101,10 @@ __device__ __forceinline__ void pool_row(Source source, value* y, unsigned char*
 
 // Returns dx of a pixel. If MAX, it adds up dy of the windows in which the pixel is the largest.
 // Otherwise it adds up the pixel's part of dy of all windows that contain it.
-template <bool MAX>
-__device__ __forceinline__ Values gather(const value* dy, const unsigned char* argmax,
-                                         int pixel, int channel, int C, int H, int W, int P,
-                                         int Q, int R, int S, int stride_h, int stride_w, int top,
-                                         int left, bool count_padding) {
+__device__ __forceinline__ Values gather(const value* dy, const unsigned char* argmax, int pixel,
+                                         int channel, int C, int H, int W, int P, int Q, int R,
+                                         int S, int stride_h, int stride_w, int top, int left,
+                                         int count_padding) {
     const int row = pixel / W;
     const long long image = (long long)(row / H) * P * Q * C;
     const Containing rows = containing(row % H, stride_h, top, P);
@@ -127,14 +129,17 @@ __device__ __forceinline__ Values gather(const value* dy, const unsigned char* a
     return sum;
 }
 
-// Computes dx of `count` pixels, of all `pixels`, and if `leaves` is not null their leaf of the
-// sums of batchnorm_sums, with the same bytes.
-template <bool MAX>
-__device__ __forceinline__ void pool_back(const value* dy, const unsigned char* argmax,
-                                          Source source, value* dx, double* leaves, int count,
-                                          int pixels, int tile, int C, int H, int W, int P,
-                                          int Q, int R, int S, int stride_h, int stride_w, int top,
-                                          int left, bool count_padding = true) {
+// Computes dx of `count` pixels, of all `pixels`, and if `leaves` (leaves, 2C) is not null, their leaf
+// of the sums of batchnorm_sums, with the same bytes. dy and argmax are (images, P, Q, C), x and dx
+// (images, H, W, C). Grid: pixels / count, rounded up; tiles.
+extern "C" __global__ void __launch_bounds__(256, 3)
+pool2d_dx(const value* __restrict__ dy, const unsigned char* __restrict__ argmax,
+          const value* __restrict__ x, const float* __restrict__ mean,
+          const float* __restrict__ scale, const float* __restrict__ beta, float low, float high,
+          value* __restrict__ dx, double* __restrict__ leaves, int count, int pixels, int tile,
+          int C, int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top,
+          int left, int count_padding) {
+    const Source source = {x, mean, scale, beta, low, high};
     const Place spot = place<POOL_WIDTH>(C, tile);
     float sum[2 * POOL_WIDTH] = {};
     if (spot.inside) {
@@ -148,7 +153,7 @@ __device__ __forceinline__ void pool_back(const value* dy, const unsigned char* 
                 const long long at = (long long)pixel * C + spot.channel;
                 Values x = {};
                 if (leaves) x = load<POOL_WIDTH>(source.x + at);
-                Values g = gather<MAX>(dy, argmax, pixel, spot.channel, C, H, W, P, Q, R, S,
+                Values g = gather(dy, argmax, pixel, spot.channel, C, H, W, P, Q, R, S,
                                        stride_h, stride_w, top, left, count_padding);
                 store<POOL_WIDTH>(dx + at, g);
                 for (int k = 0; k < POOL_WIDTH; ++k) g.at[k] = as_stored(g.at[k]);
@@ -158,49 +163,4 @@ __device__ __forceinline__ void pool_back(const value* dy, const unsigned char* 
         }
     }
     if (leaves) write_products<POOL_WIDTH>(leaves, sum, spot, C, tile);
-}
-
-// y: the largest pixel of each window, or NaN if a pixel is NaN. argmax: the position of the first
-// such pixel in the window, counted row by row. x is (images, H, W, C), and normalized if mean is
-// not null; y and argmax are (images, P, Q, C). Grid: images * P.
-extern "C" __global__ void __launch_bounds__(256, 4) max_pool2d(
-    const value* __restrict__ x, const float* __restrict__ mean, const float* __restrict__ scale,
-    const float* __restrict__ beta, float low, float high, value* __restrict__ y,
-    unsigned char* __restrict__ argmax, int C, int H, int W, int P, int Q, int R, int S,
-    int stride_h, int stride_w, int top, int left) {
-    pool_row<true>({x, mean, scale, beta, low, high}, y, argmax, C, H, W, P, Q, R, S, stride_h,
-                   stride_w, top, left);
-}
-
-// dy and argmax (images, P, Q, C), x and dx (images, H, W, C). leaves (leaves, 2C) may be null, and
-// is if x is not normalized. Grid: pixels / count, rounded up; tiles.
-extern "C" __global__ void __launch_bounds__(256, 3) max_pool2d_dx(
-    const value* __restrict__ dy, const unsigned char* __restrict__ argmax,
-    const value* __restrict__ x, const float* __restrict__ mean, const float* __restrict__ scale,
-    const float* __restrict__ beta, float low, float high, value* __restrict__ dx,
-    double* __restrict__ leaves, int count, int pixels, int tile, int C, int H, int W, int P,
-    int Q, int R, int S, int stride_h, int stride_w, int top, int left) {
-    pool_back<true>(dy, argmax, {x, mean, scale, beta, low, high}, dx, leaves, count, pixels, tile,
-                    C, H, W, P, Q, R, S, stride_h, stride_w, top, left);
-}
-
-// Shapes and grid: see max_pool2d.
-extern "C" __global__ void __launch_bounds__(256, 4) average_pool2d(
-    const value* __restrict__ x, const float* __restrict__ mean, const float* __restrict__ scale,
-    const float* __restrict__ beta, float low, float high, value* __restrict__ y, int C, int H,
-    int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top, int left,
-    int count_padding) {
-    pool_row<false>({x, mean, scale, beta, low, high}, y, 0, C, H, W, P, Q, R, S, stride_h,
-                    stride_w, top, left, count_padding);
-}
-
-// Shapes and grid: see max_pool2d_dx.
-extern "C" __global__ void __launch_bounds__(256, 3) average_pool2d_dx(
-    const value* __restrict__ dy, const value* __restrict__ x, const float* __restrict__ mean,
-    const float* __restrict__ scale, const float* __restrict__ beta, float low, float high,
-    value* __restrict__ dx, double* __restrict__ leaves, int count, int pixels, int tile,
-    int C, int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top, int left,
-    int count_padding) {
-    pool_back<false>(dy, 0, {x, mean, scale, beta, low, high}, dx, leaves, count, pixels, tile, C,
-                     H, W, P, Q, R, S, stride_h, stride_w, top, left, count_padding);
 }

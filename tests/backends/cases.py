@@ -42,6 +42,7 @@ CONVOLUTIONS = {
     "a group a channel": ((4, 5, 5), (8, 3, 3), UNIT, PADDING_1, UNIT, 4),
     "1x1": ((5, 3, 4), (20, 1, 1), UNIT, NO_PADDING, UNIT, 1),
     "1x1 by 2": ((20, 6, 5), (24, 1, 1), (2, 2), NO_PADDING, UNIT, 1),
+    "1x1 that reads padding": ((6, 3, 3), (12, 1, 1), (2, 2), PADDING_1, UNIT, 1),
     "3x3 by 2": ((3, 7, 6), (20, 3, 3), (2, 2), PADDING_1, UNIT, 1),
     "even filters": ((20, 4, 5), (24, 2, 4), UNIT, ((0, 1), (2, 1)), UNIT, 1),
     "unequal in both directions": ((8, 6, 6), (40, 3, 2), (2, 3), ((2, 1), (0, 3)), (1, 2), 2),
@@ -662,7 +663,7 @@ def activation_table():
         yield from convolution(label, shape)
     for label, shape in LARGE_CONVOLUTIONS.items():
         yield from convolution(label, shape, CPU)
-    for label in ("3x3", "1x1", "3x3 by 2", "several tiles"):
+    for label in ("3x3", "1x1", "1x1 that reads padding", "3x3 by 2", "several tiles"):
         yield from fused_convolution(label, CONVOLUTIONS[label])
     for label in FUSED_ON_CPU:
         yield from fused_convolution(label, LARGE_CONVOLUTIONS[label], CPU)

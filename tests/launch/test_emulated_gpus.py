@@ -65,12 +65,21 @@ def test_training_on_several_ranks(ranks, options, env, single, pictures, tmp_pa
     assert jobs.summary(tmp_path)["ranks"] == ranks
 
 
-def test_gpus_have_no_bf16(pictures, tmp_path):
-    """The device is chosen by auto, and the folder of the run is not made."""
-    words = ["train", "--precision", "bf16", "--network", NETWORK, "--data", pictures]
-    result = run(2, *words, "--out", tmp_path / "out", check=2)
-    text = "--precision bf16: expected fp32 or tf32 on GPUs; bf16 needs --device cpu"
-    assert text in jobs.refusal(result) and not (tmp_path / "out").exists()
+@pytest.mark.parametrize(
+    "network",
+    ["convolutions"]
+    + [pytest.param(n, marks=SLOW) for n in ("varied", "bottlenecks", "inverted", "alexnet")],
+)
+def test_bf16_on_several_ranks(network, pictures, tmp_path):
+    """Trainings in bf16 have the same bytes on 1, 2 and 3 ranks, and if resumed on other ranks."""
+    words = ["--precision", "bf16", "--epochs", 1, "--max-iterations"]
+    for ranks, env in ((1, {}), (2, BUCKETS), (3, NCCL | BUCKETS)):
+        folder, end = tmp_path / str(ranks), 1 if ranks == 2 else 3
+        train(ranks, pictures, folder, *words, end, network=jobs.network(network), **env)
+    run(3, "train", "--resume", tmp_path / "2", "--max-iterations", 3)
+    for folder in ("2", "3"):
+        jobs.assert_same_end(tmp_path / "1", tmp_path / folder)
+    assert jobs.summary(tmp_path / "1")["precision"] == "bf16"
 
 
 @SLOW
@@ -135,12 +144,14 @@ def test_targets(kind, network, loss, resident, pairs, tmp_path):
     jobs.assert_same_end(tmp_path / "1", tmp_path / "3")
 
 
-@pytest.mark.slow("gpu")
-def test_predict(single, pictures, tmp_path):
+@SLOW
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_predict(precision, single, pictures, tmp_path):
     """Ranks that share a GPU must write the same scores and activations as a single rank."""
     files = {}
     for ranks in (1, 2):
-        words = ["predict", "--device", "gpu", "--model", single / "model.h5", "--data", pictures]
+        words = ["predict", "--device", "gpu", "--precision", precision, "--data", pictures]
+        words += ["--model", single / "model.h5"]
         scores, layer = tmp_path / f"{ranks}.csv", tmp_path / f"{ranks}.npy"
         run(ranks, *words, "--out", scores, "--top-k", 2)
         run(ranks, *words, "--out", layer, "--activations", "relu1")

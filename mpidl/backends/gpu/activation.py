@@ -5,10 +5,10 @@ import math
 import numpy as np
 
 from mpidl.backends.gpu import array, launching
-from mpidl.backends.gpu.batchnorm import channel_sums, cotangent_like
+from mpidl.backends.gpu.batchnorm import add_operands, channel_sums
+from mpidl.backends.gpu.join import add_relu_dx
+from mpidl.backends.gpu.launching import THREADS
 from mpidl.core.blocks import LANES
-
-THREADS = 256  # threads per CUDA block, as in the .cu files
 
 
 def elementwise(function, x, *numbers):
@@ -34,25 +34,17 @@ def _launched(name, *arrays, arguments=(), defines=None, dtype=None):
     if any((a.dims, a.order) != (x.dims, x.order) for a in arrays):
         raise ValueError(f"{name}: expected arrays of the same memory layout, got {arrays}")
     y = array.empty_like(x, dtype)
-    numbers = *arrays, y, *arguments, x.size
-    launching.launch(name, _blocks(x), THREADS, *numbers, defines=defines)
+    blocks, numbers = launching.blocks_of_threads(x.size, per_thread=4), (*arguments, x.size)
+    launching.launch(name, blocks, THREADS, *arrays, y, *numbers, defines=defines)
     return y
-
-
-def _blocks(x):
-    return min(-(-x.size // (4 * THREADS)), 16 * launching.device().processors)
 
 
 def relu(x):
-    y = array.empty_like(x)
-    launching.launch("relu", _blocks(x), THREADS, x, y, x.size)
-    return y
+    return add_operands(x, relu=True)
 
 
 def relu_dx(dy, y):
-    dx = array.empty_like(y)
-    launching.launch("relu_dx", _blocks(y), THREADS, cotangent_like(dy, y), y, dx, y.size)
-    return dx
+    return add_relu_dx([dy], y, [None, None], None)[0]
 
 
 def prelu(x, slope):

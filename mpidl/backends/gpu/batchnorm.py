@@ -35,9 +35,9 @@ def read(x):
     if not isinstance(x, DeferredInput):
         return x
     if not isinstance(x, Read):
-        return _normalized(x)
+        return add_operands(x)
     if x.stored is None:
-        x.stored = _normalized(x)
+        x.stored = add_operands(x)
     return x.stored
 
 
@@ -142,16 +142,26 @@ def grid_of(rows, channels):
     return (min(blocks, 16 * launching.device().processors), tiles), tile
 
 
-def batchnorm(x, mean, scale, beta):
-    return _normalized(NormalizedInput(x, mean, scale, beta))
+def add_operands(a, b=None, relu=False):
+    """Return a + b, or a if b is None, or the ReLU of this. A DeferredInput is normalized.
 
-
-def _normalized(source):
-    images, pixels, channels = sizes(source.x)
-    y, rows = array.empty_like(source.x), images * pixels
+    With `relu`, the result has the bits that its gradient reads, if the kernel writes them.
+    """
+    (x, *_), (other, *_) = a, b = operand(a), operand(b)
+    if other is not None and (x.dims, x.order) != (other.dims, other.order):
+        raise ValueError(f"cannot add {other} to {x}: they differ in shape or order in memory")
+    y, (images, pixels, channels) = array.empty_like(x), sizes(x)
+    if relu and channels % 4 == 0:
+        y.positive = array.empty((y.size // 4,), np.uint8)
+    rows = images * pixels
     grid, tile = grid_of(rows, channels)
-    launching.launch("batchnorm", grid, THREADS, *source, y, rows, channels, tile)
+    numbers = int(relu), rows, channels, tile
+    launching.launch("add_operands", grid, THREADS, *a, *b, y, y.positive, *numbers)
     return y
+
+
+def batchnorm(x, mean, scale, beta):
+    return add_operands(NormalizedInput(x, mean, scale, beta))
 
 
 def batchnorm_dx(dy, x, mean, a, b, c, counts):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpidl.backends.gpu import array, launching
-from mpidl.backends.gpu.launching import THREADS, WORD
+from mpidl.backends.gpu.launching import THREADS
 from mpidl.core.fold import Late
 
 
@@ -29,32 +29,30 @@ def pack(matrices, rows, dtype=np.float32):
     for matrix in matrices:
         if len(matrix) != rows or matrix.dtype != packed.dtype:
             raise ValueError(f"expected {rows} rows of {packed.dtype}, got {matrix}")
-        part, words = packed.part(column, matrix.shape[1:]), _pitch(matrix)
-        pieces.append((matrix, part, rows, words, words, _pitch(packed)))
-        column += matrix.shape[1]
+        part, width = packed.part(column, matrix.shape[1:]), matrix.shape[1]
+        pieces.append((matrix, part, rows, width, width, packed.shape[1]))
+        column += width
     copy(pieces)
     return packed
-
-
-def _pitch(matrix):
-    """Return the distance between the rows of a matrix, in words of 4 bytes."""
-    return matrix.shape[1] * matrix.dtype.itemsize // WORD
 
 
 def copy(pieces):
     """Copy several parts of Arrays in one launch.
 
-    Parameters
-    ----------
-    pieces : list of (source, destination, rows, words, source pitch, destination pitch)
-        Source and destination are Arrays. A part consists of `rows` rows of `words` words of 4
-        bytes. A pitch is the distance between rows, in words.
+    A piece is (source, destination, rows, width, source pitch, destination pitch). The width is the
+    number of elements of a row, and a pitch the distance between rows, in elements.
     """
-    pieces = [piece for piece in pieces if piece[2] and piece[3]]
-    if not pieces:
-        return
-    longest = max(words for *_, words, _, _ in pieces)
-    blocks = min(
-        -(-longest // (4 * THREADS)), -(-32 * launching.device().processors // len(pieces))
-    )
-    launching.launch("copy_pieces", (blocks, len(pieces)), THREADS, launching.table(pieces))
+    table = [_row(*piece) for piece in pieces if piece[2] and piece[3]]
+    if table:
+        longest = max(rows * width for _, _, rows, _, width, _, _ in table)
+        most = -(-32 * launching.device().processors // len(table))
+        grid = min(-(-longest // (4 * THREADS)), most), len(table)
+        launching.launch("copy_pieces", grid, THREADS, launching.table(table))
+
+
+def _row(source, destination, rows, *widths):
+    """Return a row of the table of copy_pieces, which moves 16, 4 or 2 aligned bytes at once."""
+    sizes = [width * source.dtype.itemsize for width in widths]
+    places = *sizes, source.offset, destination.offset
+    unit = next(n for n in (16, 4, 2) if all(place % n == 0 for place in places))
+    return [source, destination, rows, unit, *(size // unit for size in sizes)]

@@ -1,14 +1,14 @@
-"""Add per-image values (batchnorm.cu), and concatenate and split them (concat.cu)."""
+"""Add per-image values (batchnorm.cu), and concatenate and split them (elementwise.cu)."""
 
 import math
 
 import numpy as np
 
-from mpidl.backends.gpu import array, batchnorm, launching
-from mpidl.backends.gpu.batchnorm import cotangent_like, operand, read
+from mpidl.backends.gpu import array, batchnorm, elementwise, launching
+from mpidl.backends.gpu.batchnorm import cotangent_like, read
 from mpidl.backends.gpu.fold import partial_of_leaves
 from mpidl.backends.gpu.launching import THREADS
-from mpidl.core.blocks import LANES, DeferredInput
+from mpidl.core.blocks import LANES
 
 
 def rows_and_channels(name, x):
@@ -25,63 +25,42 @@ def rows_and_channels(name, x):
     return blocks * lanes * math.prod(pixels), channels
 
 
-def _move(name, part, joined, first):
-    """Launch the kernel `name` ("concat" or "split") for a part that starts at channel `first`."""
-    rows, words = rows_and_channels(name, part)
-    _, pitch = rows_and_channels(name, joined)
-    blocks = launching.blocks_of_threads(part.size, per_thread=4)
-    launching.launch(name, blocks, THREADS, part, joined, rows, words, pitch, first)
+def _pieces(name, parts, joined):
+    """Yield (part, its place in `joined`, rows, channels of the part, channels of `joined`)."""
+    first, (rows, all_channels) = 0, rows_and_channels(name, joined)
+    for part in parts:
+        _, channels = rows_and_channels(name, part)
+        yield part, joined.part(first, part.shape), rows, channels, all_channels
+        first += channels
 
 
 def concat(arrays):
-    # `_move` raises ValueError for flattened images
     parts = [read(a) for a in arrays]
     blocks, _, *rest = parts[0].shape
-    shape, first = (blocks, sum(p.shape[1] for p in parts), *rest), 0
-    y = array.empty_lanes(shape, parts[0].dtype)
-    for part in parts:
-        _move("concat", part, y, first)
-        first += part.shape[1]
+    y = array.empty_lanes((blocks, sum(p.shape[1] for p in parts), *rest), parts[0].dtype)
+    elementwise.copy(
+        (part, place, rows, own, own, pitch)
+        for part, place, rows, own, pitch in _pieces("concat", parts, y)
+    )
     return y
 
 
 def split(x, channels):
-    parts, first = [], 0
     blocks, _, *rest = x.shape
-    for count in channels:
-        part = array.empty_lanes((blocks, count, *rest), x.dtype)
-        _move("split", part, x, first)
-        parts.append(part)
-        first += count
+    parts = [array.empty_lanes((blocks, count, *rest), x.dtype) for count in channels]
+    elementwise.copy(
+        (place, part, rows, own, pitch, own)
+        for part, place, rows, own, pitch in _pieces("split", parts, x)
+    )
     return parts
 
 
 def add(a, b):
-    if not any(isinstance(x, DeferredInput) for x in (a, b)):
-        return a + b
-    return _sum(operand(a), operand(b))
+    return batchnorm.add_operands(a, b)
 
 
 def add_relu(a, b):
-    return _sum(operand(a), operand(b), relu=True)
-
-
-def _sum(a, b, relu=False):
-    """Launch the kernel that normalizes and adds two operands, (x, mean, scale, beta, low, high).
-
-    With `relu`, the result has the bits that its gradient reads, if the kernel writes them.
-    """
-    (x, *_), (other, *_) = a, b
-    if (x.dims, x.order) != (other.dims, other.order):
-        raise ValueError(f"cannot add {other} to {x}: they differ in shape or order in memory")
-    y, (images, pixels, channels) = array.empty_like(x), batchnorm.sizes(x)
-    if relu and channels % 4 == 0:
-        y.positive = array.empty((y.size // 4,), np.uint8)
-    rows = images * pixels
-    grid, tile = batchnorm.grid_of(rows, channels)
-    numbers = int(relu), rows, channels, tile
-    launching.launch("add_values", grid, THREADS, *a, *b, y, y.positive, *numbers)
-    return y
+    return batchnorm.add_operands(a, b, relu=True)
 
 
 def add_relu_dx(dy, y, normalizations, tree):

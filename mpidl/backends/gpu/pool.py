@@ -23,35 +23,30 @@ def _geometry(x_shape, windows):
     return (*x_shape, *output[1:], *size, *stride, top, left), output
 
 
-def _channels_per_thread(channels):
-    """Return the definition of the number of channels that a thread computes."""
-    return {"POOL_WIDTH": 4 if channels % 4 == 0 else 1}
+def _definitions(channels, is_max):
+    """Return the definitions of pool.cu: the channels of a thread, and the kind of pooling."""
+    return {"POOL_WIDTH": 4 if channels % 4 == 0 else 1, "MAX": int(is_max)}
 
 
-def _forward(name, x, windows, with_argmax, *options):
+def _forward(x, windows, is_max, count_padding=1):
     source = batchnorm.operand(x)
     blocks, *image, lanes = source[0].dims
     numbers, (c, p, q) = _geometry(tuple(image), windows)
     y = array.empty_lanes((blocks, c, p, q, lanes), source[0].dtype)
-    outputs = (y, array.empty_like(y, np.uint8)) if with_argmax else (y,)
-    defines = _channels_per_thread(c)
+    argmax, defines = array.empty_like(y, np.uint8) if is_max else None, _definitions(c, is_max)
     threads = min(THREADS, -(-q * c // (defines["POOL_WIDTH"] * WARP)) * WARP)
-    arguments = *source, *outputs, *numbers, *options
-    launching.launch(name, blocks * lanes * p, threads, *arguments, defines=defines)
-    return outputs
+    arguments = *source, y, argmax, *numbers, count_padding
+    launching.launch("pool2d", blocks * lanes * p, threads, *arguments, defines=defines)
+    return y, argmax
 
 
-def _backward(name, arrays, x, windows, tree, *options):
-    """Launch a backward pass; return (dx, activation sums of dx).
-
-    The sums are None unless x is a DeferredInput. `arrays` is (dy, argmax) for max pooling, and
-    (dy,) for average pooling. `options` are the last arguments of the kernel.
-    """
+def _backward(dy, argmax, x, windows, tree, count_padding=1):
+    """Return (dx, activation sums of dx). The sums are None unless x is a DeferredInput."""
     is_deferred = isinstance(x, DeferredInput)
     like: Any = x.x if is_deferred else x
     images, pixels, c = batchnorm.sizes(like)
     if images * pixels >= 1 << 31:
-        raise ValueError(f"{name}: on a GPU, expected fewer than 2^31 pixels, got {like}")
+        raise ValueError(f"pooling: on a GPU, expected fewer than 2^31 pixels, got {like}")
     numbers, _ = _geometry(like.dims[1:-1], windows)
     dx, leaves, source = array.empty_like(like), None, batchnorm.operand(None)
     if is_deferred:
@@ -62,24 +57,25 @@ def _backward(name, arrays, x, windows, tree, *options):
         tiles, tile = batchnorm.tiles_of(c)
         count = FEW * (THREADS // tile)
         grid = -(-images * pixels // count), tiles
-    arguments = *arrays, *source, dx, leaves, count, images * pixels, tile, *numbers, *options
-    launching.launch(name, grid, THREADS, *arguments, defines=_channels_per_thread(c))
+    arguments = dy, argmax, *source, dx, leaves, count, images * pixels, tile, *numbers
+    defines = _definitions(c, argmax is not None)
+    launching.launch("pool2d_dx", grid, THREADS, *arguments, count_padding, defines=defines)
     if leaves is None:
         return dx, None
     return dx, partial_of_leaves(leaves, tree, LANES // per_leaf)
 
 
 def max_pool2d(x, windows):
-    return _forward("max_pool2d", x, windows, True)
+    return _forward(x, windows, is_max=True)
 
 
 def max_pool2d_dx(dy, argmax, x, windows, tree):
-    return _backward("max_pool2d_dx", (dy, argmax), x, windows, tree)
+    return _backward(dy, argmax, x, windows, tree)
 
 
 def average_pool2d(x, windows, count_padding):
-    return _forward("average_pool2d", x, windows, False, int(count_padding))[0]
+    return _forward(x, windows, False, int(count_padding))[0]
 
 
 def average_pool2d_dx(dy, x, windows, count_padding, tree):
-    return _backward("average_pool2d_dx", (dy,), x, windows, tree, int(count_padding))
+    return _backward(dy, None, x, windows, tree, int(count_padding))

@@ -98,6 +98,14 @@ CONVOLUTION_FAULTS = [
     ),
     Fault(
         family="conv_gemm",
+        description="no barrier before the moments of a tile are computed",
+        old=f"{BARRIER}  // the tile holds what is stored",
+        new="// the tile holds what is stored",
+        check=check_on_gpu,
+        arguments=("conv2d_moments, 3x3",),
+    ),
+    Fault(
+        family="conv_gemm",
         description="no barrier before the moments of a column are merged",
         old=f"{BARRIER}\n        const int part =",
         new="const int part =",

@@ -117,7 +117,7 @@ def tiles_of(layer, device):
     images = len(layer.x) * LANES
     for product in (shape, shape.turned()):
         rows = images * product.out_height * product.out_width
-        yield conv.gemm_tile(product, rows, device.processors, device.shared, conv.terms())
+        yield conv.gemm_tile(product, rows, device.processors, device.shared, settings.precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -139,6 +139,36 @@ def test_thread_blocks_that_share_a_tile_add_up_in_order(emulated, monkeypatch, 
     conv.gemm_tile.cache_clear()
     assert outputs[0].tobytes() == outputs[1].tobytes()
     assert relative(outputs[0], outputs[2]) < {"fp32": LIMITS["fp32"], "bf16": 2e-3}[precision]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_moments_do_not_depend_on_the_order_of_threads(emulated, monkeypatch, precision):
+    """A thread reads rows of the tile to which others have added the bias, and which they round."""
+    monkeypatch.setattr(settings, "precision", precision)
+    tile = set()
+    for order in (0, 1, 2):
+        with emulated(order=order):
+            layer = Layer("3x3", 2)  # a tile has pixels of both blocks
+            y, moments = conv.conv2d_moments(
+                layer.x, layer.weight, layer.bias, layer.geometry, layer.counts, layer.tree
+            )
+            (root,) = moments.terms[0].nodes
+            tile.add((y.astype("f4").numpy().tobytes(), root.numpy().tobytes()))
+    assert layer.bias is not None and len(tile) == 1
+
+
+def test_division_of_a_tile_does_not_depend_on_the_precision_before(emulated, monkeypatch):
+    splits, outputs = [], []
+    for precisions in (("bf16",), ("tf32", "bf16")):
+        conv.gemm_tile.cache_clear()
+        for precision in precisions:
+            monkeypatch.setattr(settings, "precision", precision)
+            with emulated() as device:
+                layer = Layer("many steps", 2)
+                outputs.append(layer.forward().astype("f4").numpy().tobytes())
+                (forward, *_) = tiles_of(layer, device)
+                splits.append(forward["SPLITS"])
+    assert splits == [1, 2, 1] and outputs[0] == outputs[2]
 
 
 @pytest.mark.parametrize("label", ["3x3", "unequal in both directions"])
@@ -225,6 +255,25 @@ def test_a_thread_block_folds_leaves_by_the_tree(emulated, run, plain, processor
             layer.tree = Tree(16, ((0, run[0]), run, (run[1], 16)), 1, plain)
             outputs.append(layer.products()[2:])
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(("architecture", "shared"), [("sm_80", 166912), ("sm_86", 101376)])
+def test_gpus_with_less_shared_memory_compute_the_same_sums(
+    emulated, monkeypatch, architecture, shared, plain
+):
+    """A block folds only as many leaves as it has memory for."""
+    monkeypatch.setattr(conv, "images_per_leaf", lambda *_: LANES)
+    shape = conv.shape_of((128, 2, 2), (64, 128, 1, 1), Geometry((1, 1), ((0, 0), (0, 0))))
+    rng = np.random.default_rng(5)
+    x, dy = (rng.standard_normal((16, n, 2, 2, LANES)).astype("f4") for n in (128, 64))
+    like, tree, sums = np.zeros((64, 128, 1, 1), "f4"), Tree(16, ((0, 16),), 0, plain), []
+    for options in ({}, {"architecture": architecture, "shared": shared}):
+        with emulated(processors=1, **options):
+            arrays = array.lanes(dy), array.lanes(x), array.filters(like)
+            total, _ = conv.dweight_of(*arrays, shape, tree)
+            sums.append(total.terms[0].nodes[0].numpy())
+    assert relative(*sums) < LIMITS["fp32"] and (plain or sums[0].tobytes() == sums[1].tobytes())
 
 
 @pytest.mark.parametrize("reason", ["architecture", "settings", "size"])

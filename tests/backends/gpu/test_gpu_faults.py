@@ -9,6 +9,7 @@ import functools
 import pytest
 import test_gpu_activation as activation
 import test_gpu_batchnorm as batchnorm
+import test_gpu_bf16 as bf16
 import test_gpu_dense as dense
 import test_gpu_elementwise as elementwise
 import test_gpu_fold as fold
@@ -20,11 +21,44 @@ from emulator import opened
 from planted_faults import BARRIER, CONVOLUTION_FAULTS, Fault, faults
 from test_conformance import check_on_gpu
 
+from mpidl.backends import settings
 from mpidl.backends.gpu import kernels
 
 ORDERS = (0, 1, 2)
+
+
+def check_bf16(device, monkeypatch, check, *arguments):
+    """Run a check of test_gpu_bf16.py, whose fixture sets the precision."""
+    monkeypatch.setattr(settings, "precision", "bf16")
+    check(device, *arguments)
+
+
 FAULTS = [
     *CONVOLUTION_FAULTS,
+    Fault(
+        family="conv_gemm",
+        description="a bfloat16 sum is rounded before the bias is added",
+        old="tile[i * PITCH + column + e] + of_bias",
+        new="as_stored(tile[i * PITCH + column + e]) + of_bias",
+        check=check_bf16,
+        arguments=(bf16.test_an_op_rounds_its_result_once, bf16.convolution),
+    ),
+    Fault(
+        family="conv_gemm",
+        description="the statistics are those of numbers before they are stored in bfloat16",
+        old="= as_stored(v.at[e]);",
+        new="= v.at[e];",
+        check=check_bf16,
+        arguments=(bf16.test_statistics_are_those_of_the_stored_numbers,),
+    ),
+    Fault(
+        family="batchnorm",
+        description="a normalized number is rounded to bfloat16 before it is added",
+        old="sum = activated(v[i].at[k], a, of_a, k) +",
+        new="sum = as_stored(activated(v[i].at[k], a, of_a, k)) +",
+        check=check_bf16,
+        arguments=(bf16.test_an_op_rounds_its_result_once, bf16.addition),
+    ),
     Fault(
         family="pool",
         description="the last of equal pixels is the maximum",
@@ -68,8 +102,8 @@ FAULTS = [
     Fault(
         family="pool",
         description="pixels are not clipped while they are read",
-        old="pool_row<true>({x, mean, scale, beta, low, high}",
-        new="pool_row<true>({x, mean, scale, beta, low, 1e9f}",
+        old="{x, mean, scale, beta, low, high};\n    const Span",
+        new="{x, mean, scale, beta, low, 1e9f};\n    const Span",
         check=check_on_gpu,
         arguments=("max_pool2d_dx, 3x3 by 2, padding, deferred",),
     ),
@@ -382,10 +416,10 @@ FAULTS = [
         arguments=("dropout, (3, 9, 1), 0.5",),
     ),
     Fault(
-        family="concat",
-        description="all parts start at the first channel",
-        old="row * pitch + first + (i",
-        new="row * pitch + (i",
+        family="elementwise",
+        description="rows of a part have the distance of rows of the whole",
+        old="from[row * piece[5]",
+        new="from[row * piece[6]",
         check=check_on_gpu,
         arguments=("concat, (8, 4, 4)",),
     ),

@@ -118,7 +118,7 @@ def test_an_old_value_is_not_overwritten_before_its_last_read(device):
 def copy_early(source):
     """Copy a number at the start of the step, and return the copy."""
     out = launching.empty((1,), np.float64)
-    launching.before_step("copy_pieces", [source, out, 1, 2, 2, 2], 1, 256)
+    launching.before_step("copy_pieces", [source, out, 1, 4, 2, 2, 2], 1, 256)
     return out
 
 

@@ -98,5 +98,6 @@ def _convolve(blocks, image, filters, *numbers):
 
 
 def _pool(channels):
-    x = array.empty_lanes((1, channels, 8, 8, LANES))
-    pool.max_pool2d(x, Windows((2, 2), (2, 2), UNPADDED))
+    x, windows = array.empty_lanes((1, channels, 8, 8, LANES)), Windows((2, 2), (2, 2), UNPADDED)
+    pool.max_pool2d(x, windows)
+    pool.average_pool2d(x, windows, True)
