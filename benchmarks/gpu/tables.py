@@ -71,18 +71,18 @@ def variants(results):
     return "All variants, ms per step (medians)", head, rows
 
 
-def kernels(result):
+def kernels(result, precision):
     """Return the table of our kernels, sorted by time. GB/s count each array of a kernel once."""
-    total = sum(row["ms"] for row in result.kernels)
-    rows = [_kernel(row, total) for row in result.kernels[:ROWS]]
-    rest = result.kernels[ROWS:]
+    by_time = result.kernels[precision]
+    total, rest = sum(row["ms"] for row in by_time), by_time[ROWS:]
+    rows = [_kernel(row, total) for row in by_time[:ROWS]]
     if rest:
         sums = {k: sum(row[k] for row in rest) for k in ("times", "ms", "bytes", "flop")}
         rows.append(_kernel({"name": f"{len(rest)} others", "shape": "", **sums}, total))
     head = ["kernel", "largest arrays", "launches", "µs", "share", "GB/s", "TFLOP/s"]
     title = (
-        f"{result.name}, fp32: kernels by time, {total * 1e3:.0f} µs in total, each timed with "
-        "separate events"
+        f"{result.name}, {precision}: kernels by time, {total * 1e3:.0f} µs in total, each timed "
+        "with separate events"
     )
     return title, head, rows
 

@@ -309,7 +309,9 @@ def test_the_timing_from_end_to_end(gpu):
     speed.take_turns(report, [result], 2, sides, "Some GPU")
     assert report.failed == []  # the first losses agree
     assert sides.alive == 1  # each variant is freed before the next
-    steps, variants, kernel_rows = (table["rows"] for table in report.record["tables"])
+    steps, variants, kernel_rows, _ = (table["rows"] for table in report.record["tables"])
+    titles = [table["title"] for table in report.record["tables"]]
+    assert [title.split(":")[0][-4:] for title in titles[2:]] == list(speed.OF_KERNELS)
     assert [row[1] for row in steps] == ["fp32", "tf32", "bf16"]
     assert steps[0][7].endswith(("(eager)", "(channels_last)")) and float(steps[0][4]) > 0
     assert {row[1] for row in variants} >= {"ours, graphs", "ours, no graphs", "PyTorch, eager"}
@@ -362,8 +364,9 @@ def test_tables_of_made_up_numbers():
     assert [row[0] for row in rows] == ["fp32", "fp32", "fp32", "tf32", "bf16", "bf16"]
     assert rows[0][1:] == ["ours, graphs", "0.0800"]
     row = {"name": "conv", "shape": "8x1", "times": 2, "ms": 0.01, "bytes": 2e7, "flop": 1e9}
-    result.kernels = [row] * 30
-    _, head, rows = tables.kernels(result)
+    result.kernels = {"bf16": [row] * 30}
+    title, head, rows = tables.kernels(result, "bf16")
+    assert title.startswith("digits 128, bf16: kernels by time, 300 ")
     assert len(rows) == tables.ROWS + 1 and rows[-1][0] == "6 others"
     assert rows[0] == ["conv", "8x1", "2", "10.0", "3.3 %", "2000", "100.0"]
     assert rows[-1][2:4] == ["12", "60.0"]
