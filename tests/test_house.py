@@ -75,6 +75,7 @@ CROSS_CUTTING = {
 CROSS_CUTTING |= dict.fromkeys(
     (
         *("backends/gpu/test_emulator.py", "backends/gpu/test_gpu_faults.py"),
+        "backends/gpu/test_gpu_bf16.py",
         *("backends/gpu/test_gpu_evaluation.py", "backends/gpu/test_gpu_graph.py"),
         *("backends/gpu/test_gpu_input.py", "backends/gpu/test_gpu_step.py"),
         *("backends/gpu/test_gpu_targets.py", "backends/gpu/test_gpu_training.py"),

@@ -132,8 +132,7 @@ def milliseconds(step: Work, batch: int, rate: Rates, precision: str) -> dict[st
         and "bytes fused".
     """
     speed = rate.speeds()
-    size = 2 if precision == "bf16" else 4
-    flop, pass_bytes = step.flop * batch, step.outputs * batch * size
+    flop, pass_bytes = step.flop * batch, bytes_of_outputs(step, batch, precision)
     fused, apart = (
         floors.floor(flop, n * pass_bytes, speed[precision], rate.copy) for n in (FUSED, APART)
     )
@@ -143,6 +142,11 @@ def milliseconds(step: Work, batch: int, rate: Rates, precision: str) -> dict[st
         "bytes apart": apart.bytes * 1e3,
         "floor": fused.seconds * 1e3,
     }
+
+
+def bytes_of_outputs(step: Work, batch: int, precision: str) -> int:
+    """Return the bytes of the outputs of a mini-batch's convolutions."""
+    return step.outputs * batch * (2 if precision == "bf16" else 4)
 
 
 def of_launch(nbytes: float, products: float, unit: str, rate: Rates) -> floors.Floor:

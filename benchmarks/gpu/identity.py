@@ -16,6 +16,8 @@ from benchmarks.turns import last_message
 from mpidl.errors import UserError
 from mpidl.launcher import environment, launcher
 
+PRECISIONS = "tf32", "bf16"  # other than fp32
+
 
 class Run(NamedTuple):
     """A training run: training options, the folder of its checkpoints, and whether to resume."""
@@ -44,10 +46,14 @@ def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=90, stop
         Iterations of a full run, and of the first part of a resumed run.
     """
     options = {"max_iterations": iterations, "epochs": 1000}
-    tf32 = options | {"precision": "tf32"}
+    rounded = {name: options | {"precision": name} for name in PRECISIONS}
     jobs = [(1, [Run("once", options), Run("without graphs", options | {"graphs": "off"})])]
     jobs += [(n, [Run(f"{n} ranks", options)]) for n in ranks]
-    jobs += [(1, [Run("again", options), Run("tf32", tf32), Run("tf32, again", tf32)])]
+    repeated = [Run("again", options)]
+    for name, values in rounded.items():
+        repeated += [Run(name, values), Run(f"{name}, again", values)]
+    jobs += [(1, repeated)]
+    jobs += [(n, [Run(f"{p}, {n} ranks", rounded[p]) for p in PRECISIONS]) for n in ranks[-1:]]
     pairs = [(n, 1) for n in ranks[:1]] + [(1, n) for n in ranks[-1:]] or [(1, 1)]
     parts = {(a, b): f"{a} rank(s), resumed on {b}" for a, b in pairs if checkpoints}
     for before, after in parts:
@@ -69,12 +75,14 @@ def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=90, stop
         for name in ("again", "without graphs", *(f"{n} ranks" for n in ranks)):
             if name in results:
                 _compare(report, first, name, results[name])
-        if "tf32" in results:
-            if "tf32, again" in results:
-                _compare(report, results["tf32"], "tf32, again", results["tf32, again"])
-            differs = results["tf32"]["sha256"] != first["sha256"]
-            text = "other weights" if differs else "the same weights"
-            report.check("tf32 is not fp32", differs, text)
+        for precision in PRECISIONS:
+            for name in (f"{precision}, again", *(f"{precision}, {n} ranks" for n in ranks[-1:])):
+                if name in results and precision in runs:
+                    _compare(report, runs[precision], name, results[name])
+            if precision in results:
+                differs = results[precision]["sha256"] != first["sha256"]
+                text = "other weights" if differs else "the same weights"
+                report.check(f"{precision} is not fp32", differs, text)
         for name in parts.values():
             part, rest = runs.get(name), results.get(f"{name}, the rest")
             if part and rest:

@@ -129,6 +129,7 @@ def _matrix_product(launch):
     """Products of conv_gemm: depth is (r, s, c). Products of conv_dweight: depth is pixels."""
     defines, n = dict(launch.unit.defines), numbers_of(launch)
     tile, deep = defines["BM"] * defines["BN"], 16 if "BF16" in defines else 8
+    n["channels"] += defines["EXTRA"]
     if launch.name == "conv_dweight":
         pixels, images = n["out_height"] * n["out_width"], _images(launch)
         leaves = images // n["images"]

@@ -3,9 +3,9 @@
 A network computes a training step on the GPU, layer by layer. Each call of the backend is repeated
 by the reference with the same numbers, so every kind of layer is compared, at its real size. Equal
 layers are compared once. Errors are |a - b| / |b| in the Euclidean norm over the images of the
-mini-batch. Functions that compute products are also called with TF32 products, and with the direct
-kernels. `check_table` runs the table of cases of the tests, which has every function of the
-interface.
+mini-batch. Functions that compute products are also called with TF32 products, in bfloat16, and
+with the direct kernels. `check_table` runs the table of cases of the tests, which has every
+function of the interface.
 """
 
 import contextlib
@@ -27,20 +27,23 @@ from mpidl.comm.reducer import is_on_host
 from mpidl.core.blocks import LANES, OneRank, share
 from mpidl.core.fold import Late, Partial, merge_moments
 from mpidl.core.grad import value_and_grad
-from mpidl.core.values import is_device_array
+from mpidl.core.values import BF16, as_type, is_device_array
 from mpidl.data import ArrayDatastore, MinibatchQueue
 
 COUNT = 20  # images, so that the last of two blocks is partly full
 # Largest allowed errors. Products in float32, or as three TF32 products, differ only by rounding.
-# Tensor cores may truncate each sum, which gives up to 3e-6.
-EXACT, PRODUCTS, TF32 = 1e-6, 4e-6, 1e-3
+# Tensor cores may truncate each sum, which gives up to 3e-6. In bfloat16, both factors and some
+# results are rounded, each by 1e-3 on average, and sums of them cancel in part.
+EXACT, PRODUCTS, TF32, BFLOAT16 = 1e-6, 4e-6, 1e-3, 1e-2
 # Ways to compute products: (name, precision, True to avoid tensor cores, largest error).
 KINDS = (
     ("fp32", "fp32", False, PRODUCTS),
     ("tf32", "tf32", False, TF32),
+    ("bf16", "bf16", False, BFLOAT16),
     ("direct", "fp32", True, PRODUCTS),
 )
-CONVOLUTIONS = ("conv2d", "conv2d_backward", "transposed_conv2d", "transposed_conv2d_backward")
+OF_PRODUCTS = ("conv2d", "conv2d_backward", "transposed_conv2d", "transposed_conv2d_backward")
+OF_PRODUCTS += "dense", "dense_backward"
 # Functions of a few numbers per channel and the functions that read the data set; the table of
 # cases has them.
 UNCOMPARED = {"statistics", "batchnorm_factors", "running", "predict_scale", "source"}
@@ -135,7 +138,7 @@ class Comparison:
             exact, place = None, f"{phases.place()}: {type(error).__name__}: {error}"
             self.errors[self.kinds[0][0]][name] = np.inf, np.inf, place[:200]
         for kind, precision, direct, tolerance in self.kinds[1:]:
-            if name in CONVOLUTIONS and exact is not None:
+            if name in OF_PRODUCTS and exact is not None:
                 with arithmetic(precision, direct):
                     self._compare(
                         kind, tolerance, name, function(*arguments, **keywords), exact, dy
@@ -154,8 +157,7 @@ class Comparison:
             terms = np.linalg.norm(np.abs(dy).sum(tuple(n for n in range(dy.ndim) if n != 1)))
             errors[-1] = float(np.linalg.norm(_root(result[2]) - _root(exact[2])) / terms)
         error = max(errors, default=0.0)
-        is_product = name in CONVOLUTIONS or name.startswith("dense")
-        entry = error / (tolerance if is_product else EXACT), error, phases.place()
+        entry = error / (tolerance if name in OF_PRODUCTS else EXACT), error, phases.place()
         self.errors[kind][name] = max(entry, self.errors[kind].get(name, (-1.0, 0.0, "")))
 
     def _on_host(self, name, value):
@@ -213,6 +215,7 @@ def _errors(value, exact, count):
         return [e for a, b in pairs if b is not None for e in _errors(a, b, count)]
     if isinstance(exact, Partial) and exact.terms[0].combine is merge_moments:
         return _errors_of_moments(_root(value), _root(exact))
+    value = as_type(value, np.dtype(np.float32)) if value.dtype == BF16 else value
     value, exact = (_root(v) if isinstance(v, Partial) else np.asarray(v) for v in (value, exact))
     if exact.ndim > 1 and exact.shape[-1] == LANES and len(exact) == -(-count // LANES):
         value, exact = (

@@ -6,8 +6,8 @@ mpidl's step and PyTorch's run in separate processes, on the same GPU: one proce
 other waits in a read. Each variant is built, timed and freed before the next, so that a network may
 fill the memory. CUDA events around consecutive steps give the times. The tables show medians over
 the rounds. Only steps of the same precision are compared: fp32 (mpidl's kernels
-compute each product as three TF32 products) with PyTorch without TF32, and TF32 with TF32. The
-tables also list PyTorch's times in bf16.
+compute each product as three TF32 products) with PyTorch without TF32, TF32 with TF32, and bf16
+with PyTorch's autocast.
 """
 
 import argparse
@@ -28,17 +28,18 @@ FIRST = "ours", "graphs", "fp32"  # timed first, and once more after all other v
 # group. Compiled variants are last, because they take minutes.
 COMPILED = "compile+channels_last"
 PRECISIONS = "fp32", "tf32", "bf16"
+OF_KERNELS = "fp32", "bf16"  # precisions of the tables of kernels
 GROUPS = (
     (FIRST,),
     (
-        ("ours", "graphs", "tf32"),
+        *(("ours", "graphs", precision) for precision in PRECISIONS[1:]),
         *(("theirs", "graph+channels_last", precision) for precision in PRECISIONS),
     ),
     (
         ("ours", "no graphs", "fp32"),
-        *(("theirs", "eager", precision) for precision in PRECISIONS[:2]),
+        *(("theirs", "eager", precision) for precision in PRECISIONS),
         *(("theirs", "channels_last", precision) for precision in PRECISIONS),
-        *(("theirs", "graph", precision) for precision in PRECISIONS[:2]),
+        *(("theirs", "graph", precision) for precision in PRECISIONS),
         FIRST,
     ),
     tuple(("theirs", COMPILED, precision) for precision in PRECISIONS),
@@ -124,14 +125,15 @@ class Timing:
     """Times and losses of the steps of one network and batch size.
 
     `ms` maps (side, variant, precision) to the milliseconds per step of each round. `losses` maps
-    the same keys to the losses of the first steps.
+    the same keys to the losses of the first steps, and `kernels` maps a precision to the rows of
+    our kernels.
     """
 
     def __init__(self, network, batch, image=None):
         self.network, self.batch, self.image = network, batch, image
         self.name = f"{os.path.basename(network).rpartition(':')[2]} {batch}"
         self.work = floors.work(subject.network(network, image))
-        self.ms, self.losses, self.kernels = {}, {}, None
+        self.ms, self.losses, self.kernels = {}, {}, {}
 
 
 class Sides:
@@ -236,8 +238,10 @@ def _time(report, sides, result, key, rounds):
             times.append(ms)
     if times:
         result.ms.setdefault(key, []).extend(times)
-    if key == FIRST and result.kernels is None and sides.left() > 1:
-        result.kernels = _ask(report, sides, "ours", "kernels", name, rounds)
+    is_new = key[:2] == FIRST[:2] and precision not in result.kernels
+    if is_new and precision in OF_KERNELS and sides.left() > 1:
+        rows = _ask(report, sides, "ours", "kernels", name, rounds)
+        result.kernels |= {precision: rows} if rows else {}
 
 
 def compare_losses(report, result):
@@ -258,5 +262,5 @@ def _add_tables(report, results, rate):
     report.table(*tables.steps(timed, rate))
     report.table(*tables.variants(timed))
     for result in timed:
-        if result.kernels:
-            report.table(*tables.kernels(result))
+        for precision in result.kernels:
+            report.table(*tables.kernels(result, precision))

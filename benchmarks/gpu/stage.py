@@ -84,7 +84,7 @@ def units_of(world, call, sizes):
     """Return the Units of the other stages' kernels, found without running a kernel."""
     with compiling.collected(world) as units:
         for network, batch, image in sizes.timing[call]:
-            for precision in ("fp32", "tf32"):
+            for precision in speed.PRECISIONS:
                 RecordedStep(world, network, batch, precision, graphs=False, image=image)
         nets = list((sizes if call == "quick" else SMALL).nets().values())
         for net in nets:
@@ -225,13 +225,13 @@ def timing_stage(report, folder, seconds, call, sizes):
 
 
 def small(world, kinds=parity.KINDS):
-    """Compare the ops of small networks, then train a few steps with and without graphs."""
+    """Compare the ops of small networks; train with and without graphs, and in bfloat16."""
     report = Report("small")
     for title, net in SMALL.nets().items():
         parity.check_network(report, world, title, net, kinds=kinds)
     train_set = training.small_set((1, 8, 8), 40)
-    for graphs in ("auto", "off"):
-        options = {"epochs": 1, "batch_size": 24, "graphs": graphs}
+    for changes in ({"graphs": "auto"}, {"graphs": "off"}, {"precision": "bf16"}):
+        options = {"epochs": 1, "batch_size": 24, **changes}
         training.train(world, training.network(train_set, SMALL.trained), train_set, options)
     return 1 if report.failed else 0
 

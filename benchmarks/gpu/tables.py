@@ -21,7 +21,7 @@ def best(result, precision):
 def steps(results, rate):
     """Return the table of our step, PyTorch's fastest step of the same precision, and the floor."""
     head = ["step", "precision", "ours, ms", "floor, ms", "ours / floor", "TFLOP/s", "GB/s"]
-    head += ["PyTorch, ms", "PyTorch / ours", "PyTorch bf16, ms"]
+    head += ["PyTorch, ms", "PyTorch / ours"]
     rows = []
     for result in results:
         for (kind, variant, precision), times in result.ms.items():
@@ -29,8 +29,8 @@ def steps(results, rate):
                 continue
             ms = median(times)
             name, torch_ms = best(result, precision)
-            half, at_half = best(result, "bf16")
-            floor, outputs = None, 4 * result.work.outputs * result.batch
+            floor = None
+            outputs = floors.bytes_of_outputs(result.work, result.batch, precision)
             if rate is not None:
                 floor = floors.milliseconds(result.work, result.batch, rate, precision)
             rows.append(
@@ -45,7 +45,6 @@ def steps(results, rate):
                     f"{floors.FUSED * outputs / ms / 1e6:.0f}",
                     "" if name is None else f"{milliseconds(torch_ms)} ({name})",
                     "" if name is None else f"**{torch_ms / ms:.2f}**",
-                    "" if half is None else f"{milliseconds(at_half)} ({half})",
                 ]
             )
     return "Training step: forward, backward and SGD with momentum", head, rows
@@ -72,18 +71,18 @@ def variants(results):
     return "All variants, ms per step (medians)", head, rows
 
 
-def kernels(result):
+def kernels(result, precision):
     """Return the table of our kernels, sorted by time. GB/s count each array of a kernel once."""
-    total = sum(row["ms"] for row in result.kernels)
-    rows = [_kernel(row, total) for row in result.kernels[:ROWS]]
-    rest = result.kernels[ROWS:]
+    by_time = result.kernels[precision]
+    total, rest = sum(row["ms"] for row in by_time), by_time[ROWS:]
+    rows = [_kernel(row, total) for row in by_time[:ROWS]]
     if rest:
         sums = {k: sum(row[k] for row in rest) for k in ("times", "ms", "bytes", "flop")}
         rows.append(_kernel({"name": f"{len(rest)} others", "shape": "", **sums}, total))
     head = ["kernel", "largest arrays", "launches", "µs", "share", "GB/s", "TFLOP/s"]
     title = (
-        f"{result.name}, fp32: kernels by time, {total * 1e3:.0f} µs in total, each timed with "
-        "separate events"
+        f"{result.name}, {precision}: kernels by time, {total * 1e3:.0f} µs in total, each timed "
+        "with separate events"
     )
     return title, head, rows
 

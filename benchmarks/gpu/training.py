@@ -34,7 +34,8 @@ from mpidl.training.train import train as train_network
 # mean losses of the epoch, which differ by about 1 %.
 TOLERANCES = {1e-5: 1e-5, 1e-4: 1e-3}
 MEAN_TOLERANCE = 0.05
-TOLERANCES_TF32 = {1e-5: 5e-3}  # between TF32 and float32 products on the GPU
+# between precisions and fp32 on the GPU, at the lower rate
+TOLERANCES_ROUNDED = {"tf32": 5e-3, "bf16": 5e-3}
 MIN_ACCURACY = 0.995  # on the digits' test images; CPUs reach 0.9990 to 1.0000
 
 
@@ -140,8 +141,10 @@ def small_set(image_shape, count):
     return ArrayDatastore(images, labels, classes=list(range(subject.CLASSES)))
 
 
-def parity(report, cpu, gpu, sets, epochs, make=network, tf32=True, options=None):
+def parity(report, cpu, gpu, sets, epochs, make=network, options=None):
     """Compare an epoch of training on the GPU and on the CPU, and check the GPU's final accuracy.
+
+    Trainings in TF32 and in bfloat16 are compared with the GPU's training in float32.
 
     Parameters
     ----------
@@ -155,8 +158,6 @@ def parity(report, cpu, gpu, sets, epochs, make=network, tf32=True, options=None
         Number of epochs before the accuracy is measured.
     make : callable
         Returns a Network for a data set.
-    tf32 : bool
-        Whether to also compare training with TF32 and with float32 products.
     options : dict or None
         Training options that replace those of the recipe.
     """
@@ -171,10 +172,12 @@ def parity(report, cpu, gpu, sets, epochs, make=network, tf32=True, options=None
         gpu_losses = losses(gpu, rate)
         name = f"losses at rate {rate:g}: GPU and CPU"
         compare(report, name, gpu_losses, losses(cpu, rate), tolerance)
-        if tf32 and rate in TOLERANCES_TF32:
-            tf32_losses = losses(gpu, rate, precision="tf32")
-            name = f"losses at rate {rate:g}: GPU with TF32 and without"
-            compare(report, name, tf32_losses, gpu_losses, TOLERANCES_TF32[rate])
+        for precision, largest in TOLERANCES_ROUNDED.items():
+            if rate > min(TOLERANCES):
+                continue
+            rounded_losses = losses(gpu, rate, precision=precision)
+            name = f"losses at rate {rate:g}: GPU in {precision} and in fp32"
+            compare(report, name, rounded_losses, gpu_losses, largest)
     rate = zoo.RECIPES["digits"]["learning_rate"]
     means = [float(losses(world, rate).mean()) for world in (gpu, cpu)]
     difference = abs(means[0] / means[1] - 1)
@@ -184,7 +187,8 @@ def parity(report, cpu, gpu, sets, epochs, make=network, tf32=True, options=None
         f"{means[0]:.4f} and {means[1]:.4f}, which differ by {difference:.1%} (at most "
         f"{MEAN_TOLERANCE:.0%})",
     )
-    accuracy(report, gpu, sets, recipe | {"epochs": epochs}, make)
+    for precision in ("fp32", "bf16"):
+        accuracy(report, gpu, sets, recipe | {"epochs": epochs, "precision": precision}, make)
 
 
 def compare(report, name, losses, expected, tolerance):
@@ -205,7 +209,7 @@ def accuracy(report, world, sets, options, make=network):
     run = train(world, make(train_set), train_set, options)
     evaluation = evaluate.evaluate(run.net, test_set, world=world)
     report.check(
-        f"accuracy after {options['epochs']} epochs",
+        f"accuracy after {options['epochs']} epochs in {options['precision']}",
         evaluation.accuracy >= MIN_ACCURACY,
         f"{evaluation.accuracy:.4f} of {evaluation.images} images (at least {MIN_ACCURACY}); "
         f"{run.rate:.0f} images/s; weights_sha256 {run.sha256}",

@@ -18,7 +18,8 @@
 // The last leaf is added to all levels that hold a node. So a node depends only on its images.
 //
 // Definitions: as in conv_gemm.cu, and SPLIT (see above). LEVELS: ranges have up to 2^LEVELS leaves.
-// VECTOR_X and VECTOR_Y are the numbers of values of x and of dy that are copied at once.
+// VECTOR_X and VECTOR_Y are the numbers of values of x and of dy that are copied at once. The EXTRA
+// channels of x, which are zeros, have no gradient.
 #ifndef BM
 #define BM 64
 #define BN 64
@@ -32,6 +33,7 @@
 #define TERMS 3
 #define INPUT 0
 #define LEVELS 0
+#define EXTRA 0
 #endif
 
 namespace {
@@ -61,8 +63,8 @@ conv_dweight(const value* __restrict__ dy, const value* __restrict__ x,
              const float* __restrict__ scale, const float* __restrict__ beta, float low, float high,
              int period, int plain, int images, const int* __restrict__ sizes) {
     DEFINE_SHAPE(shape);
-    const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
-    const int S = shape[7], CG = C / shape[14], KG = K / shape[14];
+    const int H = shape[0], W = shape[1], C = shape[2] + EXTRA, P = shape[3], Q = shape[4];
+    const int K = shape[5], S = shape[7], CG = C / shape[14], KG = K / shape[14];
     const int MD = shape[6] * S * CG, pixels = images * P * Q, steps = (pixels + BK - 1) / BK;
     const int tiles_m = (MD + BM - 1) / BM, tiles_n = (KG + BN - 1) / BN;
 
@@ -304,7 +306,8 @@ conv_dweight(const value* __restrict__ dy, const value* __restrict__ x,
     if (part > 0) return;
 
     // the rows and columns of the products of floats are permuted (see above)
-    float* out = nodes + (range * K + group * KG) * MD;
+    const int of_filter = MD - MD / CG * EXTRA;
+    float* out = nodes + (range * K + group * KG) * of_filter;
 #pragma unroll
     for (int j = 0; j < NJ; ++j)
 #pragma unroll
@@ -313,9 +316,9 @@ conv_dweight(const value* __restrict__ dy, const value* __restrict__ x,
             if (n >= KG) continue;
             const float four[4] = {total[0][j][e], total[0][j][2 + e], total[1][j][e],
                                    total[1][j][2 + e]};
-            float* to = out + (long long)n * MD;
+            float* to = out + (long long)n * of_filter;
             const int m_first = m0 + wm + 4 * g;
-            if (IS_FLOAT && MD % 4 == 0) {
+            if (IS_FLOAT && EXTRA == 0 && MD % 4 == 0) {
                 if (m_first < MD)
                     *reinterpret_cast<float4*>(to + m_first) =
                         make_float4(four[0], four[1], four[2], four[3]);
@@ -323,7 +326,8 @@ conv_dweight(const value* __restrict__ dy, const value* __restrict__ x,
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int at = IS_FLOAT ? m_first + i : m0 + wm + 8 * i + g;
-                    if (at < MD) to[at] = four[i];
+                    const bool is_extra = EXTRA && at % CG >= CG - EXTRA;
+                    if (at < MD && !is_extra) to[at - at / CG * EXTRA] = four[i];
                 }
             }
         }

@@ -24,9 +24,11 @@
 // floats (w has a second half: the remainders), and 1 for one; bfloat16 needs one. BACKWARD is 1 for
 // backward-data. CONV_SHAPE is optional (see common.cuh).
 // INPUT: 1 if x is normalized and clipped while it is loaded; 2 if x is the cotangent of a
-// normalization, which is differentiated while it is loaded (1x1 filters only). MOMENTS: 1 if the
-// moments of y are computed. SPLITS: the number of blocks that share the steps of a tile. WIDE: 1 if
-// y is float in any case.
+// normalization, which is differentiated while it is loaded (1x1 filters only). STATISTICS: 1 if the
+// moments of y are computed; 2 if y is the cotangent of an activation, and the sums of dz and of
+// dz * (x - mean) for its normalization are computed (not with classes). SPLITS: the number of blocks
+// that share the steps of a tile. WIDE: 1 if y is float in any case. EXTRA: x and w have this number
+// of channels of zeros, which `channels` does not count.
 #ifndef BM
 #define BM 128
 #define BN 64
@@ -39,9 +41,10 @@
 #define TERMS 3
 #define BACKWARD 0
 #define INPUT 0
-#define MOMENTS 0
+#define STATISTICS 0
 #define SPLITS 1
 #define WIDE 0
+#define EXTRA 0
 #endif
 
 namespace {
@@ -108,9 +111,10 @@ __device__ __forceinline__ Taps taps_of(int remainder, int all, int stride, int 
 // the normalization if `channels` is a multiple of their length `period` (flattened images). If
 // INPUT is 2, `inputs` is the input of the normalization, with the shape of x, dx = a * dz + b *
 // (input - mean) + c with dz = x where the clipped value lies between its limits (everywhere if scale
-// is null), 0 in unused images, and is stored in `dz`. leaves: the moments of y: `parts` rows (count,
-// mean, M2) per block of 16 images, one for each tile that contains rows of the block; rows that are
-// not needed have count 0. The rows of the tiles of all ranks begin `skipped` rows before this
+// is null), 0 in unused images, and is stored in `dz`. before: see Source; the activation of which y
+// is the cotangent, if STATISTICS is 2. leaves: the moments (count, mean, M2) or sums of y, in `parts`
+// rows per block of 16 images, one for each tile that contains rows of the block; rows that are not
+// needed have count 0, or zeros. The rows of the tiles of all ranks begin `skipped` rows before this
 // rank's rows, so tiles do not depend on the number of ranks. partial, tickets: memory for SPLITS > 1.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
@@ -118,11 +122,14 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
           const float* __restrict__ scale, const float* __restrict__ beta, float low, float high,
           int period, const value* __restrict__ inputs, const float* __restrict__ a,
           const float* __restrict__ b, const float* __restrict__ c, value* __restrict__ dz,
-          const int* __restrict__ valid, double* __restrict__ leaves, int parts, int skipped,
+          const int* __restrict__ valid, const value* __restrict__ before_x,
+          const float* __restrict__ before_mean, const float* __restrict__ before_scale,
+          const float* __restrict__ before_beta, float before_low, float before_high,
+          double* __restrict__ leaves, int parts, int skipped,
           float* partial, int* tickets, int images, const int* __restrict__ sizes) {
     DEFINE_SHAPE(shape);
-    const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
-    const int S = shape[7], CG = C / shape[14], KG = K / shape[14];  // per group
+    const int H = shape[0], W = shape[1], C = shape[2] + EXTRA, P = shape[3], Q = shape[4];
+    const int K = shape[5], S = shape[7], CG = C / shape[14], KG = K / shape[14];  // per group
     const int KD = shape[6] * S * CG;                                // elements of a filter
     const int tiles_n = (KG + BN - 1) / BN;
 
@@ -379,56 +386,81 @@ conv_gemm(const value* __restrict__ x, const value* __restrict__ w,
 #pragma unroll
         for (int e = 0; e < ACROSS; ++e) {
             v.at[e] = tile[i * PITCH + column + e] + of_bias.at[e];
-            if (MOMENTS) tile[i * PITCH + column + e] = as_stored(v.at[e]);
+            if (STATISTICS) tile[i * PITCH + column + e] = as_stored(v.at[e]);
         }
         if (row_of_y[i] >= 0) store_result<ACROSS>(y + row_of_y[i] + column, v);
     }
-#if MOMENTS
-    __syncthreads();  // other threads have changed rows of the tile
+#if STATISTICS
     // for each block of images in the tile: a thread's rows, then all rows of a column
+    __syncthreads();  // the tile holds what is stored
     float* of_line = tile + BM * PITCH;
+    constexpr int HEAD = STATISTICS == 1;  // numbers of a leaf in front of those of the channels
+    const Source before = {before_x,   before_mean, before_scale, before_beta,
+                           before_low, before_high};
+    Norm<ACROSS> norm = {};
+    if (STATISTICS == 2 && is_mine) norm = norm_of<ACROSS>(before, group * KG + n0 + column);
     const long long of_block = 16LL * P * Q, used = min(rows, (long long)valid[0] * (P * Q));
     const long long stop = min(m0 + BM, rows);
     for (long long n = max(m0, 0LL) / of_block; n * of_block < stop; ++n) {
         const int i0 = (int)(max(max(m0, 0LL), n * of_block) - m0);
         const int i1 = (int)(min(stop, (n + 1) * of_block) - m0);
         const int count = max(0, min(i1, (int)min((long long)BM, used - m0)) - i0);
-        if (is_mine) {
-            const int own = max(0, (count - line + ROWS - 1) / ROWS);
+        const int own = is_mine ? max(0, (count - line + ROWS - 1) / ROWS) : 0;
+        Floats<ACROSS> first = {}, second = {};  // mean and M2, or the sums of dz and dz (x - mean)
+        for (int i = i0 + line, j = 0; j < own; i += ROWS, ++j) {
+            Floats<ACROSS> x_before;
+            if (STATISTICS == 2) x_before = ::load<ACROSS>(before_x + row_of_y[i] + column);
 #pragma unroll
             for (int e = 0; e < ACROSS; ++e) {
-                const float* of_column = tile + (i0 + line) * PITCH + column + e;
-                const float origin = tile[i0 * PITCH + column + e];
-                float total = 0, squares = 0;
-                for (int i = 0; i < own; ++i) total += of_column[i * ROWS * PITCH] - origin;
-                const float about = own ? total / own : 0;
-                for (int i = 0; i < own; ++i) {
-                    const float d = of_column[i * ROWS * PITCH] - origin - about;
-                    squares = fmaf(d, d, squares);
+                const float v = tile[i * PITCH + column + e];
+                if (STATISTICS == 1) {
+                    first.at[e] += v - tile[i0 * PITCH + column + e];
+                } else {
+                    const float of_z = gated(v, x_before.at[e], before, norm, e);
+                    first.at[e] += of_z;
+                    second.at[e] = fmaf(of_z, x_before.at[e] - norm.mean.at[e], second.at[e]);
                 }
-                of_line[2 * (line * BN + column + e)] = about;
-                of_line[2 * (line * BN + column + e) + 1] = squares;
             }
+        }
+#pragma unroll
+        for (int e = 0; e < ACROSS; ++e) {
+            if (STATISTICS == 1 && own) {
+                first.at[e] /= own;
+                for (int i = i0 + line, j = 0; j < own; i += ROWS, ++j) {
+                    const float d = tile[i * PITCH + column + e] - tile[i0 * PITCH + column + e] -
+                                    first.at[e];
+                    second.at[e] = fmaf(d, d, second.at[e]);
+                }
+            }
+            if (is_mine) of_line[2 * (line * BN + column + e)] = first.at[e];
+            if (is_mine) of_line[2 * (line * BN + column + e) + 1] = second.at[e];
         }
         __syncthreads();
         const int part = (int)(rest - (n * of_block + skipped) / BM);
-        double* leaf = leaves + (n * parts + part) * (1 + 2LL * K);
+        const long long width = HEAD + 2LL * K;
+        const int left_over = (n + 1) * of_block <= m0 + BM ? parts - part : 1;
+        double* leaf = leaves + (n * parts + part) * width;
         if (tid < BN && n0 + tid < KG) {
-            double total = 0, squares = 0;
+            double total = 0, other = 0;
             for (int i = 0; i < min(ROWS, count); ++i) {
-                const double own = (count - i + ROWS - 1) / ROWS;
-                const double about = of_line[2 * (i * BN + tid)];
-                total += own * about;
-                squares += of_line[2 * (i * BN + tid) + 1] + own * about * about;
+                const double of_first = of_line[2 * (i * BN + tid)];
+                const double rows_of_line = HEAD ? (count - i + ROWS - 1) / ROWS : 1;
+                total += rows_of_line * of_first;
+                other += of_line[2 * (i * BN + tid) + 1];
+                if (STATISTICS == 1) other += rows_of_line * of_first * of_first;
             }
-            const double shift = count ? total / count : 0;
-            leaf[1 + group * KG + n0 + tid] = tile[i0 * PITCH + tid] + shift;
-            leaf[1 + K + group * KG + n0 + tid] = fmax(squares - total * shift, 0.0);
+            if (STATISTICS == 1) {
+                const double shift = count ? total / count : 0;
+                other = fmax(other - total * shift, 0.0), total = tile[i0 * PITCH + tid] + shift;
+            }
+            const int channel = HEAD + group * KG + n0 + tid;
+            leaf[channel] = total, leaf[K + channel] = other;
+            for (int i = 1; STATISTICS == 2 && i < left_over; ++i)
+                leaf[i * width + channel] = leaf[i * width + K + channel] = 0;
         }
-        if (tid == 0 && across == 0) {
+        if (STATISTICS == 1 && tid == 0 && across == 0) {
             leaf[0] = count;
-            const int left_over = (n + 1) * of_block <= m0 + BM ? parts - part : 1;
-            for (int i = 1; i < left_over; ++i) leaf[i * (1 + 2LL * K)] = 0;
+            for (int i = 1; i < left_over; ++i) leaf[i * width] = 0;
         }
         __syncthreads();
     }

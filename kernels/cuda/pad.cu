@@ -1,4 +1,4 @@
-// Padding and cropping of NHWC images.
+// Padding and cropping of NHWC images, and a fourth channel.
 
 // Writes y (images, P, Q, C) from x (images, H, W, C). Pixel (0, 0) of x becomes pixel (top, left)
 // of y, where top and left may be negative. Pixels outside x have the value `outside`.
@@ -22,4 +22,13 @@ pad2d(const value* __restrict__ x, value* __restrict__ y, float border, int C, i
             Stored<4>{{outside, outside, outside, outside}}, C / 4, H, W, P, Q, top, left, images);
     else
         pad(x, y, outside, C, H, W, P, Q, top, left, images);
+}
+
+// Writes pixels of 4 channels from pixels of 3 channels. The fourth channel is 0.
+extern "C" __global__ void __launch_bounds__(256)
+pad_channel(const value* __restrict__ x, value* __restrict__ y, long long pixels) {
+    EACH_INDEX(i, pixels) {
+        const value* from = x + 3 * i;
+        store<4>(y + 4 * i, Floats<4>{{get(from[0]), get(from[1]), get(from[2]), 0.0f}});
+    }
 }

@@ -91,10 +91,10 @@ def configure(
         128, and for 5x5 filters 2x2 from 32 channels. "off" computes direct sums. "fast" uses 4x4
         tiles in all forward passes, with a larger error. Results depend on this option.
     precision : {"fp32", "bf16", "tf32"}, optional
-        Precision of the products. "fp32" has the accuracy of float32 on every device. "bf16", on
-        CPUs, also stores activations in bfloat16. "tf32", on GPUs, rounds the inputs of
-        convolutions to TF32. Results depend on this option. Before you set "tf32", call
-        `world.use_device("gpu")`.
+        Precision of the products. "fp32" has the accuracy of float32 on every device. "bf16"
+        multiplies and stores activations in bfloat16; CPUs and GPUs give different bytes. "tf32",
+        on GPUs, rounds the inputs of convolutions and dense layers to TF32. Results depend on this
+        option. Before you set "tf32", call `world.use_device("gpu")`.
 
     Raises
     ------

@@ -83,8 +83,9 @@ class Network:
         The precision of the training if it is not "fp32", else None. `dl.train` sets it, and model
         files store it. It does not change how the network computes; see `dl.configure`.
     fuse
-        Whether neighbouring convolution, batch normalization and ReLU layers run as one op. In
-        float32, this does not change the results. In bfloat16, one op rounds fewer values.
+        Whether neighbouring convolution, batch normalization and ReLU layers run as one op. On
+        CPUs in float32, this does not change the results. In bfloat16, one op rounds fewer values,
+        and on GPUs, it adds up statistics in another order.
 
     Raises
     ------

@@ -151,6 +151,7 @@ def test_the_units_of_a_call_are_found_without_computing(gpu):
     assert gpu.device is launching.device() is device and not device.launched
     assert {"conv_gemm", "conv_dweight", "conv_direct", "lrn"} <= {u.family for u in units}
     assert any(("TERMS", 1) in unit.defines for unit in units)
+    assert any(("BF16", 1) in unit.defines for unit in units)
     report, compiled = Report("machine"), []
 
     def compile_all(units, architecture, compile):
@@ -180,11 +181,12 @@ def test_training_is_compared_with_the_cpu(gpu, monkeypatch):
     report = Report("training")
     training.parity(report, cpu, gpu, sets(), epochs=1)
     checks = {c["what"]: c for c in report.record["checks"]}
-    assert len(checks) == 5
+    assert len(checks) == 7
     failed = [name for name in report.failed if not name.startswith("accuracy")]
     assert failed == []
     assert "4 iterations" in checks["losses at rate 1e-05: GPU and CPU"]["found"]
-    assert report.failed == ["accuracy after 1 epochs"]  # random images teach nothing
+    names = [f"accuracy after 1 epochs in {precision}" for precision in ("fp32", "bf16")]
+    assert report.failed == names  # random images teach nothing
 
 
 def test_losses_that_differ_fail():
@@ -206,7 +208,8 @@ def fake_job(ranks, runs):
             losses = losses[1:] if run.resume else losses[:1]
         if run.name == "2 ranks":
             losses, kind = [3.0, 2.5, 1.0], "other"
-        kind = "other" if run.options.get("precision") == "tf32" else kind
+        kind = run.options.get("precision", kind)
+        kind = "other" if run.name == "bf16, again" else kind
         results[run.name] = {"losses": losses, "sha256": kind}
     return results, "it was not reached"
 
@@ -214,12 +217,14 @@ def fake_job(ranks, runs):
 def test_other_bytes_and_broken_runs_fail():
     report = Report("identity")
     identity.check_all(report, fake_job, iterations=3, stop=1)
-    assert report.failed == ["2 ranks", "4 ranks"]
+    rounded = ["bf16, again", "tf32, 4 ranks", "bf16, 4 ranks"]
+    assert report.failed == ["2 ranks", "4 ranks", *rounded]
     text = {c["what"]: c["found"] for c in report.record["checks"]}
     assert "losses differ from iteration 2" in text["2 ranks"] and text["4 ranks"] == "it broke"
     assert text["2 rank(s), resumed on 1 after iteration 1"] == "the same weights and losses"
     assert text["1 rank(s), resumed on 4 after iteration 1"] == "the same weights and losses"
     assert text["again"] == text["without graphs"] == text["tf32, again"]
+    assert text["tf32 is not fp32"] == text["bf16 is not fp32"] == "other weights"
 
 
 def test_the_digit_set_is_kept_in_a_file(tmp_path, monkeypatch):
@@ -304,8 +309,10 @@ def test_the_timing_from_end_to_end(gpu):
     speed.take_turns(report, [result], 2, sides, "Some GPU")
     assert report.failed == []  # the first losses agree
     assert sides.alive == 1  # each variant is freed before the next
-    steps, variants, kernel_rows = (table["rows"] for table in report.record["tables"])
-    assert [row[1] for row in steps] == ["fp32", "tf32"]
+    steps, variants, kernel_rows, _ = (table["rows"] for table in report.record["tables"])
+    titles = [table["title"] for table in report.record["tables"]]
+    assert [title.split(":")[0][-4:] for title in titles[2:]] == list(speed.OF_KERNELS)
+    assert [row[1] for row in steps] == ["fp32", "tf32", "bf16"]
     assert steps[0][7].endswith(("(eager)", "(channels_last)")) and float(steps[0][4]) > 0
     assert {row[1] for row in variants} >= {"ours, graphs", "ours, no graphs", "PyTorch, eager"}
     assert sum(int(row[2]) for row in kernel_rows) > 20
@@ -313,10 +320,9 @@ def test_the_timing_from_end_to_end(gpu):
     assert any("no graphs here" in note for note in notes)
     assert report.record["facts"]["floors are computed with"].endswith("(measured)")
     assert set(result.ms) == {
-        *(("ours", "graphs", precision) for precision in ("fp32", "tf32")),
+        *(("ours", "graphs", precision) for precision in speed.PRECISIONS),
         ("ours", "no graphs", "fp32"),
-        *(("theirs", v, p) for v in ("eager", "channels_last") for p in ("fp32", "tf32")),
-        ("theirs", "channels_last", "bf16"),
+        *(("theirs", v, p) for v in ("eager", "channels_last") for p in speed.PRECISIONS),
     }
     assert all(len(times) >= 2 for times in result.ms.values())
 
@@ -343,20 +349,24 @@ def test_tables_of_made_up_numbers():
         ("theirs", "eager", "fp32"): [0.8],
         ("theirs", "graph", "fp32"): [0.24],
         ("theirs", "graph+channels_last", "bf16"): [0.16],
+        ("ours", "graphs", "bf16"): [0.04],
         ("theirs", "eager", "tf32"): [0.7],
     }
     _, head, rows = tables.steps([result], floors.rates("NVIDIA H200"))
-    assert len(rows) == 1 and len(rows[0]) == len(head)
+    assert len(rows) == 2 and len(rows[0]) == len(head)
     assert rows[0][2] == "**0.0800** (0.0700 to 0.0900)"
     assert rows[0][3] == "0.0370 (products 0.0207, bytes 0.0370 to 0.0535)"
     assert rows[0][4] == "2.16" and rows[0][5] == "42.8" and rows[0][6] == "1991"
-    assert rows[0][7:] == ["0.240 (graph)", "**3.00**", "0.160 (graph+channels_last)"]
+    assert rows[0][7:] == ["0.240 (graph)", "**3.00**"]
+    assert rows[1][3] == "0.0185 (products 0.0043, bytes 0.0185 to 0.0267)"
+    assert rows[1][6:] == ["1991", "0.160 (graph+channels_last)", "**4.00**"]
     _, head, rows = tables.variants([result])
-    assert [row[0] for row in rows] == ["fp32", "fp32", "fp32", "tf32", "bf16"]
+    assert [row[0] for row in rows] == ["fp32", "fp32", "fp32", "tf32", "bf16", "bf16"]
     assert rows[0][1:] == ["ours, graphs", "0.0800"]
     row = {"name": "conv", "shape": "8x1", "times": 2, "ms": 0.01, "bytes": 2e7, "flop": 1e9}
-    result.kernels = [row] * 30
-    _, head, rows = tables.kernels(result)
+    result.kernels = {"bf16": [row] * 30}
+    title, head, rows = tables.kernels(result, "bf16")
+    assert title.startswith("digits 128, bf16: kernels by time, 300 ")
     assert len(rows) == tables.ROWS + 1 and rows[-1][0] == "6 others"
     assert rows[0] == ["conv", "8x1", "2", "10.0", "3.3 %", "2000", "100.0"]
     assert rows[-1][2:4] == ["12", "60.0"]

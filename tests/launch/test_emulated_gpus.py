@@ -128,28 +128,30 @@ def test_options_that_decide_during_the_training(pictures, tmp_path):
 
 @pytest.mark.parametrize(
     "kind, network, loss",
-    [pytest.param("images", "shades", "mse", marks=SLOW), ("pixels", "pixels", "crossentropy")],
+    [("images", "shades", "mse"), ("pixels", "pixels", "crossentropy")],
 )
-@pytest.mark.parametrize("resident", ["0.5", pytest.param("0", marks=SLOW)])
-@pytest.mark.slow("gpu")
-def test_targets(kind, network, loss, resident, pairs, tmp_path):
+@pytest.mark.parametrize("resident, precision", [("0.5", "fp32"), ("0", "fp32"), ("0.5", "bf16")])
+@SLOW
+def test_targets(kind, network, loss, resident, precision, pairs, tmp_path):
     """Training on images with targets gives the same bytes on 1 and 3 ranks.
 
     The mini-batches have 50 and 31 images. Of three ranks, two have none of the 9 test images.
     """
-    words = ["--loss", loss, "--epochs", 2, "--validation-data", "test"]
+    words = ["--loss", loss, "--epochs", 2, "--validation-data", "test", "--precision", precision]
     for ranks in (1, 3):
         keywords = {"network": jobs.network(network), "EMULATED_RESIDENT": resident}
         train(ranks, pairs[kind], tmp_path / str(ranks), *words, **keywords)
     jobs.assert_same_end(tmp_path / "1", tmp_path / "3")
 
 
-@pytest.mark.slow("gpu")
-def test_predict(single, pictures, tmp_path):
+@SLOW
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_predict(precision, single, pictures, tmp_path):
     """Ranks that share a GPU must write the same scores and activations as a single rank."""
     files = {}
     for ranks in (1, 2):
-        words = ["predict", "--device", "gpu", "--model", single / "model.h5", "--data", pictures]
+        words = ["predict", "--device", "gpu", "--precision", precision, "--data", pictures]
+        words += ["--model", single / "model.h5"]
         scores, layer = tmp_path / f"{ranks}.csv", tmp_path / f"{ranks}.npy"
         run(ranks, *words, "--out", scores, "--top-k", 2)
         run(ranks, *words, "--out", layer, "--activations", "relu1")

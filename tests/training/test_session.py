@@ -104,16 +104,16 @@ def test_a_run_computes_in_the_precision_of_its_options(folder, monkeypatch):
 def test_a_run_on_a_gpu_has_the_precision_of_its_options(folder, monkeypatch):
     """The precision of an earlier run does not count for the choice of the device."""
     monkeypatch.setattr(settings, "precision", "bf16")
-    session, seen = session_of(), []
+    session, precisions = session_of(), []
 
     def use_device(device, gpus):
-        seen.append(settings.precision)
+        precisions.append(settings.precision)
         settings.on_gpu = True
         return []
 
     monkeypatch.setattr(settings, "on_gpu", False)
     monkeypatch.setattr(session.world, "use_device", use_device)
     session.use_options(dl.TrainingOptions(device="gpu", precision="tf32"))
-    assert seen == ["fp32"] and settings.precision == "tf32"
+    assert precisions == ["fp32"] and settings.precision == "tf32"
     session.use_options(dl.TrainingOptions(device="gpu", precision="bf16"))
-    assert seen == ["fp32", "fp32"] and settings.precision == "bf16"
+    assert precisions == ["fp32", "fp32"] and settings.precision == "bf16"

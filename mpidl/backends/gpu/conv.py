@@ -24,6 +24,7 @@ from mpidl.backends.gpu import (
     conv_direct,
     fold,
     launching,
+    pad,
 )
 from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.values import BF16
@@ -39,6 +40,7 @@ HEIGHTS = 64, 96, 128  # rows of a tile of conv_dweight, for filters of more tha
 # Time of a tile of conv_dweight that does not depend on its number of pixels (start, and writing,
 # reading and folding a leaf), in units of the time of a pixel.
 START = 128
+BUSY = 384  # threads with which a multiprocessor hides the latency of memory
 LEVELS = 4  # conv_dweight folds ranges of up to 2^4 blocks of 16 images
 SHORTEST = 4  # smallest number of steps of a tile that a block of threads computes
 
@@ -109,15 +111,36 @@ def shape_of(image, weight_shape, geometry):
     return Shape._make((h, w, c, p, q, k, *numbers))
 
 
-def _operand(x):
-    """Return `batchnorm.operand` of x, with an Array in the type of the precision."""
+def _operand(x, extra=0):
+    """Return `batchnorm.operand` of x, with an Array in the type of the precision.
+
+    With `extra`, x gets a fourth channel of zeros. The Array keeps it for the backward pass.
+    """
+    if extra:
+        x = batchnorm.read(x)
+        padded = x.padded
+        if padded is None or padded.dtype != stored_type():
+            padded = pad.fourth_channel(_stored(x))
+            if type(padded.buffer) is type(x.buffer):  # both belong to a recorded step, or neither
+                x.padded = padded
+        x = padded
     values, *norm = batchnorm.operand(x)
     return values if isinstance(x, DeferredInput) else _stored(values), *norm
 
 
-def _period(operand, shape):
+def _extra(shape):
+    """Return 1 if the convolution reads images with a fourth channel of zeros, else 0.
+
+    Kernels then copy a pixel at once instead of value by value. With three TF32 products for each
+    product, there is no gain: the products take longer than the copies.
+    """
+    is_first = shape.channels == 3 and shape.taps > 1 and shape.groups == 1
+    return int(is_first and terms() == 1)
+
+
+def _period(operand, channels):
     """Return the length of the vectors of a normalization, by default the number of channels."""
-    return shape.channels if operand[1] is None else operand[1].size
+    return channels if operand[1] is None else operand[1].size
 
 
 def stored_type():
@@ -166,16 +189,28 @@ def conv2d_backward(
     elif activation_after is not None:
         source, a, b, c = activation_after
         if needs[0] and _is_pointwise(shape) and not is_direct(shape):
-            backward = Backward(source, a, b, c, counts)
+            backward = _without_activation(source), (a, b, c), counts
         else:
             dy = batchnorm.activation_dx(dy, source, a, b, c, counts, overwrite)
     dx = dweight = dbias = dx_sums = None
     if needs[0]:
-        dx, dy = dx_of(dy, like, weight, geometry, tree, backward=backward)
-        dx_sums = batchnorm.activation_sums(dx, x, tree) if sums else None
+        has_classes = shape.stride_down * shape.stride_across > 1
+        is_fused = sums and not has_classes and not is_direct(shape)
+        statistics = Statistics(counts, _without_activation(x)) if is_fused else None
+        dx, dy, dx_sums = dx_of(dy, like, weight, geometry, tree, None, backward, statistics)
+        if sums and not is_fused:
+            dx_sums = batchnorm.activation_sums(dx, x, tree)
     if needs[1] or needs[2]:
         dweight, dbias = dweight_of(dy, x, weight, shape, tree, needs[2])
     return dx, dweight if needs[1] else None, dbias, dx_sums
+
+
+def _without_activation(source):
+    """Return the operand of a DeferredInput, without scale and beta if it has no limits."""
+    x, mean, *rest = batchnorm.operand(source)
+    return (
+        (x, mean, None, None, 0.0, 0.0) if isinstance(source, NormalizedInput) else (x, mean, *rest)
+    )
 
 
 def is_direct(shape):
@@ -187,7 +222,8 @@ def _direct_kernels(shape):
     """Return the module that computes this convolution without tensor cores, or None."""
     if conv_depthwise.suits(shape) and not settings.direct:
         return conv_depthwise
-    of_input = (shape.height + shape.top) * (shape.width + shape.left) * shape.channels
+    channels = shape.channels + _extra(shape)
+    of_input = (shape.height + shape.top) * (shape.width + shape.left) * channels
     of_output = shape.out_height * shape.out_width * shape.filters
     architecture = int("".join(filter(str.isdigit, launching.device().architecture)))
     is_large = max(of_input, of_output) >= LARGEST
@@ -236,45 +272,51 @@ def forward(x, weight, bias, geometry, tree=None, counts=None, dtype=None):
         y = kernels.forward(values, weight, bias, shape)
         return y, None if counts is None else batchnorm.moments(y, counts, tree)
     size = shape.filters, shape.out_height, shape.out_width
-    source = _operand(x)
+    source = _operand(x, _extra(shape))
     dtype = source[0].dtype if dtype is None else dtype
     y = array.empty_lanes((len(like), *size, LANES), dtype)
     weight = prepared(weight, shape)
-    return y, product(shape, source, weight, bias, y, tree, counts=counts)
+    statistics = None if counts is None else Statistics(counts)
+    return y, product(shape, source, weight, bias, y, tree, statistics)
 
 
-class Backward(NamedTuple):
-    """The backward of the normalization after a convolution: dx = a dz + b (x - mean) + c."""
+class Statistics(NamedTuple):
+    """What to sum over the pixels of the result of a convolution, in the images of `counts`.
 
-    source: DeferredInput
-    a: Any
-    b: Any
-    c: Any
+    The moments or, if `before` is the operand of a normalization, the sums for its gradient: the
+    result is then the cotangent of its activation.
+    """
+
     counts: Any
+    before: tuple | None = None
 
 
-def dx_of(dy, x, weight, geometry, tree, bias=None, backward=None):
-    """Return (dx plus `bias` if given, dy). Only the shape and type of x are used.
+def dx_of(dy, x, weight, geometry, tree, bias=None, backward=None, statistics=None):
+    """Return (dx plus `bias` if given, dy, sums). Only the shape and type of x are used.
 
-    If `backward` is a Backward, dy is the cotangent of the normalization, and the returned dy that
-    of its input.
+    `backward` is None, or (operand, (a, b, c), counts) of the normalization after the convolution,
+    of which dy is the cotangent. The returned dy is then that of its input. The sums are those of
+    `statistics`, or None.
     """
     shape = _shape(x, weight, geometry, dy)
     kernels, dy = _direct_kernels(shape), _stored(dy)
     if kernels is not None:
-        return kernels.dx(dy.astype(x.dtype), x, weight, shape, bias), dy
+        return kernels.dx(dy.astype(x.dtype), x, weight, shape, bias), dy, None
     dx = array.empty_like(x)
     weight = prepared(weight, shape, turned=True)
     dz = dy if backward is None else array.empty_like(dy)
-    product(shape.turned(), _operand(dy), weight, bias, dx, tree, True, backward, dz)
-    return dx, dz
+    backward = None if backward is None else (*backward, dz)
+    arguments = shape.turned(), _operand(dy), weight, bias, dx, tree, statistics
+    return dx, dz, product(*arguments, is_backward=True, backward=backward)
 
 
 def prepared(weight, shape, turned=False):
     """Return filters as conv_gemm reads them: rounded, and turned for backward-data."""
     dtype, copies = stored_type(), 2 if terms() == 3 else 1
-    result = array.empty((copies * weight.size,), dtype)
-    row = [weight, result, shape.filters, shape.channels, shape.taps, shape.groups, int(turned)]
+    extra = 0 if turned else _extra(shape)
+    result = array.empty((copies * (weight.size + shape.filters * shape.taps * extra),), dtype)
+    row = [weight, result, shape.filters, shape.channels, shape.taps, shape.groups]
+    row += [int(turned), extra]
     group = shape.filters_of_group, shape.channels // shape.groups
     tiles = math.prod(-(-side // 32) for side in group) * shape.groups * shape.taps
     defines = {"TERMS": terms(), **({"BF16": 1} if dtype == BF16 else {})}
@@ -284,66 +326,69 @@ def prepared(weight, shape, turned=False):
 
 
 def product(
-    shape, source, weight, bias, y, tree, is_backward=False, backward=None, dz=None, counts=None
+    shape, source, weight, bias, y, tree, statistics=None, is_backward=False, backward=None
 ):
     """Launch conv_gemm, which convolves an `_operand` with prepared weights and writes y.
 
-    With `counts`, return the Partial of the moments of y.
+    Return the Partial of `statistics`, if given. `backward` is as in `dx_of`, followed by the array
+    for the cotangent of the normalization's input.
     """
     x, *norm = source
     pixels, device = shape.out_height * shape.out_width, launching.device()
-    period = _period(source, shape)
-    blocks = USUAL if tree is None else tree.leaves
-    inputs = 1 if backward is None else 2
+    blocks, inputs = USUAL if tree is None else tree.leaves, 1 if backward is None else 2
+    extra = 0 if is_backward else _extra(shape)
     limits = device.processors, device.shared
     tile = gemm_tile(shape, blocks * LANES * pixels, *limits, settings.precision, inputs)
-    images = len(y) * LANES
-    skipped = 0
-    if counts is not None:
-        rows_of_block = LANES * pixels
-        skipped = tree.run[0] * rows_of_block % tile["BM"]
-        parts = _power(-(-rows_of_block // tile["BM"]) + (rows_of_block % tile["BM"] > 0))
-        leaves = array.empty((len(y) * parts, 1 + 2 * shape.filters), np.float64)
-    tiles = tiles_of(shape, images, tile["BM"], skipped, is_backward)
-    tiles *= columns_of(shape, tile["BN"]) * shape.groups
-    splits = tile["SPLITS"]
-    partial = tickets = None
+    images, period = len(y) * LANES, _period(source, shape.channels + extra)
+    kind, leaves, parts, skipped = _leaves(statistics, shape, tile, len(y), tree)
+    across = columns_of(shape, tile["BN"]) * shape.groups
+    tiles = tiles_of(shape, images, tile["BM"], skipped, is_backward) * across
+    splits, partial, tickets = tile["SPLITS"], None, None
     if splits > 1:
         partial = array.empty((tiles * splits * tile["BM"] * tile["BN"],))
         tickets = launching.constant(np.zeros(max(tiles, 1), np.int32))
-    defines = (
-        tile
-        | shape.definition
-        | {
-            "TERMS": terms(),
-            "VECTOR": _vector(shape.channels // shape.groups, period, x, weight),
-            "ACROSS": 4 if shape.filters_of_group % 4 == 0 and y.offset % 16 == 0 else 1,
-            "BACKWARD": int(is_backward),
-            "INPUT": 2 if backward is not None else int(norm[0] is not None),
-            "MOMENTS": int(counts is not None),
-            "WIDE": int(y.dtype != x.dtype),
-        }
-    )
-    of_backward, valid = (None,) * 5, counts
+    defines = {
+        **tile,
+        **shape.definition,
+        "TERMS": terms(),
+        "VECTOR": _vector((shape.channels + extra) // shape.groups, period, x, weight),
+        "ACROSS": 4 if shape.filters_of_group % 4 == 0 and y.offset % 16 == 0 else 1,
+        "BACKWARD": int(is_backward),
+        "INPUT": 2 if backward is not None else int(norm[0] is not None),
+        "STATISTICS": kind,
+        "WIDE": int(y.dtype != x.dtype),
+        "EXTRA": extra,
+    }
+    of_backward, valid = (None,) * 5, statistics.counts if statistics else None
     if backward is not None:
-        after, *factors, valid = backward
-        after_conv, *norm = batchnorm.operand(after)
-        if isinstance(after, NormalizedInput):  # there is no activation
-            norm[1] = norm[2] = None
-        of_backward = after_conv, *factors, dz
+        (inputs_after, *norm), factors, valid, dz = backward
+        of_backward = inputs_after, *factors, dz
+    before = (statistics and statistics.before) or batchnorm.operand(None)
     launching.launch(
         "conv_gemm",
         tiles * splits,
         threads_of(tile),
-        *(x, weight, bias, y, *norm, period, *of_backward, valid),
-        *((None, 0, 0) if counts is None else (leaves, parts, skipped)),
+        *(x, weight, bias, y, *norm, period, *of_backward, valid, *before, leaves, parts, skipped),
         *(partial, tickets, images, shape.sizes),
         shared=shared_of(tile, inputs, terms()),
         defines=defines,
     )
-    if counts is not None:
-        return fold.partial_of_leaves(leaves, tree, parts, fold.merge_moments)
-    return None
+    if statistics is None:
+        return None
+    combine = fold.add if kind == 2 else fold.merge_moments
+    return fold.partial_of_leaves(leaves, tree, parts, combine)
+
+
+def _leaves(statistics, shape, tile, blocks, tree):
+    """Return (STATISTICS of conv_gemm, its arguments leaves, parts and skipped)."""
+    if statistics is None:
+        return 0, None, 0, 0
+    rows_of_block, height = LANES * shape.out_height * shape.out_width, tile["BM"]
+    skipped = tree.run[0] * rows_of_block % height
+    parts = _power(-(-rows_of_block // height) + (rows_of_block % height > 0))
+    kind = 1 if statistics.before is None else 2
+    width = 2 * shape.filters + (1 if kind == 1 else 0)
+    return kind, array.empty((blocks * parts, width), np.float64), parts, skipped
 
 
 def dweight_of(dy, x, weight, shape, tree, with_bias=False):
@@ -357,32 +402,41 @@ def dweight_of(dy, x, weight, shape, tree, with_bias=False):
         leaves, per_block = kernels.dweight_leaves(dy, x, shape, tree)
         dbias = batchnorm.channel_sums(dy, tree) if with_bias else None
         return fold.partial_of_leaves(leaves, tree, per_block, like=weight), dbias
-    source, dy, device = _operand(x), _stored(dy), launching.device()
-    period, is_float = _period(source, shape), dy.dtype == np.float32
-    tile = dweight_tile(shape, is_float)
-    tiles = -(-shape.width_of_filter // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups
-    slots = device.processors * tile["MIN_BLOCKS"]
+    extra, dy, device = _extra(shape), _stored(dy), launching.device()
+    source, padded = _operand(x, extra), shape._replace(channels=shape.channels + extra)
+    period, is_float = _period(source, padded.channels), dy.dtype == np.float32
+    tile = dweight_tile(padded, is_float)
+    tiles = -(-padded.width_of_filter // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups
     pixels = shape.out_height * shape.out_width
+    slots = device.processors * tile["MIN_BLOCKS"]
     images = images_per_leaf(tiles, pixels, tree.leaves, slots)
-    none, one = (shared_of_dweight(tile, n, dy.dtype.itemsize) for n in (0, 1))
-    fitting = (device.shared - none) // (one - none)
-    ranges, ends = _ranges(tree, images, tiles, pixels, slots, fitting)
+
+    def cost(ranges, length):
+        """Return the time of this many ranges, infinite if their levels do not fit into memory."""
+        shared = shared_of_dweight(tile, (length - 1).bit_length(), dy.dtype.itemsize)
+        if shared > device.shared:
+            return math.inf
+        resident = max(1, min(tile["MIN_BLOCKS"], device.shared // shared))
+        waves = -(-ranges * tiles // (device.processors * resident))
+        speed = min(1, resident * threads_of(tile) / BUSY)
+        return waves * resident * (length * images * pixels + START) / speed
+
+    ranges, ends = _ranges(tree, images, cost)
     longest = max((count for _, count in ranges), default=1)
-    levels = 0 if longest == 1 else max(1, (longest - 1).bit_length() if not tree.plain else 1)
+    levels = (longest - 1).bit_length() if not tree.plain else int(longest > 1)
     leaves = array.empty((len(ranges), weight.size))
     of_bias = array.empty((len(ranges), shape.filters)) if with_bias else None
     table = None if longest == 1 else launching.constant(np.array(ranges, np.int32))
-    defines = (
-        tile
-        | shape.definition
-        | {
-            "TERMS": terms(),
-            "VECTOR_X": _vector(shape.channels // shape.groups, period, source[0]),
-            "VECTOR_Y": _vector(shape.filters_of_group, shape.filters_of_group, dy),
-            "INPUT": int(source[1] is not None),
-            "LEVELS": levels,
-        }
-    )
+    defines = {
+        **tile,
+        **shape.definition,
+        "TERMS": terms(),
+        "VECTOR_X": _vector(padded.channels // shape.groups, period, source[0]),
+        "VECTOR_Y": _vector(shape.filters_of_group, shape.filters_of_group, dy),
+        "INPUT": int(source[1] is not None),
+        "LEVELS": levels,
+        "EXTRA": extra,
+    }
     launching.launch(
         "conv_dweight",
         len(ranges) * tiles,
@@ -417,27 +471,27 @@ def images_per_leaf(tiles, pixels, blocks, slots):
     return min((1, 2, 4, 8, LANES), key=cost)
 
 
-def _ranges(tree, images, tiles, pixels, slots, levels):
+def _ranges(tree, images, cost):
     """Divide this rank's leaves into ranges that blocks of threads fold; return (ranges, ends).
 
     A range is (first leaf, number of leaves), and is itself a node of the tree. `ends` has a pair
     (first range, number of ranges) for each node of this rank. How the leaves are divided does not
-    change the bytes, so it may depend on this rank's share and on the number of `levels` for which
-    a block has shared memory. The nodes of a plain sum are not divided if there is a level.
+    change the bytes, so it may depend on this rank's share. `cost` returns the time for a number
+    of ranges and their length, which is minimized. The nodes of a plain sum, whose leaves need one
+    level, are not divided if it fits into memory.
     """
     start, per_block = tree.run[0], LANES // images
     nodes = [((a - start) * per_block, (b - start) * per_block) for a, b in tree.nodes[tree.rank]]
-    if tree.plain and levels > 0:
+    if tree.plain and math.isfinite(cost(1, 2)):
         size = max([b - a for a, b in nodes], default=1)
     elif tree.plain or images < LANES:
         size = 1
     else:
 
-        def cost(size):
-            count = sum(-(-(b - a) // size) for a, b in nodes)
-            return -(-count * tiles // slots) * (size * images * pixels + START), -size
+        def cost_of(size):
+            return cost(sum(-(-(b - a) // size) for a, b in nodes), size), -size
 
-        size = min((1 << level for level in range(min(levels, LEVELS) + 1)), key=cost)
+        size = min((1 << level for level in range(LEVELS + 1)), key=cost_of)
     ranges, ends = [], []
     for first, stop in nodes:
         parts = [(i, min(size, stop - i)) for i in range(first, stop, size)]

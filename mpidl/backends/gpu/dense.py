@@ -83,7 +83,7 @@ def _dx(dy, weight, dtype):
     rows_of(dy, "dense_dx")
     dx = array.empty_lanes((dy.dims[0], *weight.dims[1:], LANES), dtype)
     like = _pixels(dx)
-    computed, _ = conv.dx_of(_pixels(dy), like, _filters(weight), POINT, None)
+    computed, *_ = conv.dx_of(_pixels(dy), like, _filters(weight), POINT, None)
     view = Array(computed.buffer, dx.dtype, dx.shape, dx.dims, dx.order, computed.offset)
     return view.reshape(dx.dims[0], like.dims[1], LANES)
 

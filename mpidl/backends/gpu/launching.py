@@ -78,9 +78,15 @@ class Array(DeviceArray):
     positive : Array or None
         For the result of `join.add_relu`, a byte for each four elements in memory, with a bit for
         each element that is > 0.
+    padded : Array or None
+        For images of 3 channels that a convolution has read, perhaps the images with a fourth
+        channel of zeros.
     """
 
-    __slots__ = ("buffer", "offset", "dtype", "shape", "dims", "order", "bounds", "positive")
+    __slots__ = (
+        *("buffer", "offset", "dtype", "shape", "dims", "order"),
+        *("bounds", "positive", "padded"),
+    )
 
     def __init__(self, buffer, dtype, shape, dims=None, order=None, offset=0):
         self.buffer, self.offset, self.dtype = buffer, offset, np.dtype(dtype)
@@ -89,6 +95,7 @@ class Array(DeviceArray):
         self.order = tuple(range(len(self.dims))) if order is None else tuple(order)
         self.bounds: Any = None
         self.positive: Any = None
+        self.padded: Any = None
 
     @property
     def address(self):

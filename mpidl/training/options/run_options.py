@@ -77,9 +77,9 @@ class RankOptions:
         default="auto",
     )
     precision: Literal["fp32", "bf16", "tf32"] = choice(
-        "Precision of products: fp32 has the accuracy of float32 arithmetic; bf16, on CPUs, "
-        "multiplies and stores activations in bfloat16, which is faster and needs less memory; "
-        "tf32, on GPUs, rounds the inputs of convolutions to 10-bit mantissas",
+        "Precision of products: fp32 has the accuracy of float32 arithmetic; bf16 multiplies and "
+        "stores activations in bfloat16, which is faster and needs less memory; tf32, on GPUs, "
+        "rounds the inputs of convolutions and dense layers to 10-bit mantissas",
         default="fp32",
         resume="fixed",
     )

@@ -29,6 +29,12 @@ def check_convolution(device, label, direct=False):
     check_on_gpu(device, *names, precision="fp32", direct=direct)
 
 
+def check_first_layer(device):
+    """Check a convolution of images of three channels in bfloat16."""
+    label = "3x3 of three channels, bf16"
+    check_on_gpu(device, f"conv2d, {label}", f"conv2d_backward, {label}", precision="bf16")
+
+
 CONVOLUTION_FAULTS = [
     *faults(
         "conv_gemm",
@@ -93,8 +99,8 @@ CONVOLUTION_FAULTS = [
     Fault(
         family="conv_gemm",
         description="no barrier before the moments of a tile are computed",
-        old=f"{BARRIER}  // other threads have changed rows",
-        new="// other threads have changed rows",
+        old=f"{BARRIER}  // the tile holds what is stored",
+        new="// the tile holds what is stored",
         check=check_on_gpu,
         arguments=("conv2d_moments, 3x3",),
     ),
@@ -138,6 +144,13 @@ CONVOLUTION_FAULTS = [
         check=check_convolution,
         arguments=("few rows",),
     ),
+    Fault(
+        family="conv_dweight",
+        description="the channel of zeros has a gradient",
+        old="if (at < MD && !is_extra)",
+        new="if (at < MD)",
+        check=check_first_layer,
+    ),
     *faults(
         "conv_weights",
         check_convolution,
@@ -146,6 +159,13 @@ CONVOLUTION_FAULTS = [
             "no barrier before the tile is read": (BARRIER, ""),
             "the tile is not transposed": ("tile[k - k0][c - c0]", "tile[c - c0][k - k0]"),
         },
+    ),
+    Fault(
+        family="conv_weights",
+        description="no room for the channel of zeros",
+        old="tap) * CE + c;",
+        new="tap) * CG + c;",
+        check=check_first_layer,
     ),
     *faults(
         "conv_direct",

@@ -28,8 +28,9 @@ from mpidl.training.files import checkpoint
 from mpidl.training.files.model_file import weights_sha256
 
 TREE = Tree(1, ((0, 1),), 0)
-SAME = Geometry((1, 1), ((1, 1), (1, 1)))
+PADDED = Geometry((1, 1), ((1, 1), (1, 1)))
 ARCHITECTURES = ["sm_90", "sm_75"]  # with and without tensor cores for bfloat16
+on_both = pytest.mark.parametrize("device", ARCHITECTURES, indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +86,7 @@ class Numbers:
         return kind(stored(self.x), *map(plain, (self.mean, self.scale, self.beta)))
 
     def convolved(self, x):
-        return reference.conv2d(x, self.weight, self.bias, SAME)
+        return reference.conv2d(x, self.weight, self.bias, PADDED)
 
 
 def by_channel(vector):
@@ -97,24 +98,24 @@ def by_channel(vector):
 
 
 def convolution(n):
-    y = GPU.conv2d(stored(n.x), filters(n.weight), plain(n.bias), SAME)
+    y = GPU.conv2d(stored(n.x), filters(n.weight), plain(n.bias), PADDED)
     exact, bias = n.convolved(n.x), by_channel(n.bias)
     return y, exact, rounded(exact - bias) + bias
 
 
 def convolution_of_an_activation(n):
-    y = GPU.conv2d(n.deferred(GPU.source), filters(n.weight), plain(n.bias), SAME)
+    y = GPU.conv2d(n.deferred(GPU.source), filters(n.weight), plain(n.bias), PADDED)
     x = np.maximum(n.norm, 0)
     return y, n.convolved(rounded(x)), n.convolved(x)
 
 
 def gradient_of_images(n):
     needs = True, False, False
-    arguments = stored(n.dy), stored(n.x), filters(n.weight), SAME, plain_counts(), TREE, needs
+    arguments = stored(n.dy), stored(n.x), filters(n.weight), PADDED, plain_counts(), TREE, needs
     dx = GPU.conv2d_backward(*arguments)[0]
     weights = np.split(n.weight, 2)  # of half of the filters: partial sums that are rounded
     parts = [
-        reference.conv2d_backward(dy, n.x, w, SAME, np.full(1, LANES), TREE, needs)[0]
+        reference.conv2d_backward(dy, n.x, w, PADDED, np.full(1, LANES), TREE, needs)[0]
         for dy, w in zip(np.split(n.dy, 2, axis=1), weights, strict=True)
     ]
     return dx, sum(parts), rounded(parts[0]) + rounded(parts[1])
@@ -171,15 +172,17 @@ OPS = [convolution, convolution_of_an_activation, gradient_of_images, normalizat
 OPS += [addition_and_relu, gradient_of_a_normalization, mean_of_windows, gradient_of_features]
 
 
+@on_both
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_rounds_its_result_once(device, op):
     """A result that is not rounded, or rounded twice, would differ."""
     result, exact, other = op(Numbers())
-    once = rounded(exact)
-    assert result.dtype == BF16 and np.array_equal(bf16.widened(result.numpy()), once)
-    assert not np.array_equal(once, exact) and not np.array_equal(once, rounded(other))
+    nearest = rounded(exact)
+    assert result.dtype == BF16 and np.array_equal(bf16.widened(result.numpy()), nearest)
+    assert not np.array_equal(nearest, exact) and not np.array_equal(nearest, rounded(other))
 
 
+@on_both
 def test_scores_of_a_dense_layer_are_not_rounded(device):
     n = Numbers()
     weight = array.filters(n.of_dense.astype(np.float32), (4, 5, 5))
@@ -191,9 +194,10 @@ def test_scores_of_a_dense_layer_are_not_rounded(device):
     assert not np.array_equal(rounded(exact), exact)
 
 
+@on_both
 def test_statistics_are_those_of_the_stored_numbers(device):
     n = Numbers()
-    arguments = filters(n.weight), plain(n.bias), SAME, plain_counts(), TREE
+    arguments = filters(n.weight), plain(n.bias), PADDED, plain_counts(), TREE
     y, partial = GPU.conv2d_moments(stored(n.x), *arguments)
     exact = n.convolved(n.x)
     assert np.array_equal(bf16.widened(y.numpy()), rounded(exact))
@@ -210,10 +214,10 @@ def test_weights_are_rounded_copies_for_tensor_cores(emulated):
     results = {}
     for architecture in ARCHITECTURES:
         with emulated(architecture=architecture):
-            y = GPU.conv2d(stored(n.x), filters(weight), None, SAME)
+            y = GPU.conv2d(stored(n.x), filters(weight), None, PADDED)
             results[architecture] = bf16.widened(y.numpy())
     for architecture, read in zip(ARCHITECTURES, (rounded(weight), weight), strict=True):
-        expected = rounded(reference.conv2d(n.x, read, None, SAME))
+        expected = rounded(reference.conv2d(n.x, read, None, PADDED))
         assert np.array_equal(results[architecture], expected)
     assert not np.array_equal(*results.values())
 

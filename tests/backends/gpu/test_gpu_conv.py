@@ -12,6 +12,7 @@ from test_conformance import BY_NAME
 from mpidl.backends import settings
 from mpidl.backends.gpu import array, conv, conv_direct, launching
 from mpidl.backends.gpu.backend import GPU
+from mpidl.backends.gpu.recorder import Recorder
 from mpidl.backends.shapes import Geometry
 from mpidl.core.blocks import LANES
 from mpidl.core.fold import Tree
@@ -144,7 +145,7 @@ def test_thread_blocks_that_share_a_tile_add_up_in_order(emulated, monkeypatch, 
 def test_moments_do_not_depend_on_the_order_of_threads(emulated, monkeypatch, precision):
     """A thread reads rows of the tile to which others have added the bias, and which they round."""
     monkeypatch.setattr(settings, "precision", precision)
-    found = set()
+    tile = set()
     for order in (0, 1, 2):
         with emulated(order=order):
             layer = Layer("3x3", 2)  # a tile has pixels of both blocks
@@ -152,8 +153,8 @@ def test_moments_do_not_depend_on_the_order_of_threads(emulated, monkeypatch, pr
                 layer.x, layer.weight, layer.bias, layer.geometry, layer.counts, layer.tree
             )
             (root,) = moments.terms[0].nodes
-            found.add((y.astype("f4").numpy().tobytes(), root.numpy().tobytes()))
-    assert layer.bias is not None and len(found) == 1
+            tile.add((y.astype("f4").numpy().tobytes(), root.numpy().tobytes()))
+    assert layer.bias is not None and len(tile) == 1
 
 
 def test_division_of_a_tile_does_not_depend_on_the_precision_before(emulated, monkeypatch):
@@ -179,6 +180,22 @@ def test_kernels_compiled_for_one_shape_give_the_same_bytes(emulated, label):
         device.specialize = True
         assert layer.products() == generic
         assert any("CONV_SHAPE" in dict(unit.defines) for unit in launching.process.loaded)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_pixels_of_three_channels_are_copied_at_once(emulated, monkeypatch, precision):
+    """Images outside a recorded step do not keep a copy in its memory."""
+    monkeypatch.setattr(settings, "precision", precision)
+    with emulated() as device:
+        layer = Layer("3x3 of three channels", 2)
+        with launching.through(Recorder(device)):
+            layer.forward()
+        assert not device.launched
+        outputs = layer.products()
+        assert device.launched.count("pad_channel") == 1  # forward and backward share the copy
+        defines = [dict(unit.defines) for unit in launching.process.loaded]
+        assert {4} == {d.get("VECTOR_X", d.get("VECTOR")) for d in defines if d.get("EXTRA")}
+        assert layer.products() == outputs
 
 
 def test_unaligned_weights_give_the_same_bytes(device):

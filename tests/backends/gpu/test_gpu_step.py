@@ -111,6 +111,22 @@ def test_a_loss_may_read_averages_that_the_step_updates(world):
     assert weights_sha256(eager) == weights_sha256(recorded)
 
 
+@pytest.mark.parametrize("device", [0, 1], indirect=True)
+def test_a_loss_may_contain_a_sum_twice(world, capsys):
+    """The last kernel of the step folds each sum, and no block reads what another stores."""
+    losses_of_epochs = []
+    for times in (1, 2):
+
+        def loss(net, images, labels, times=times):
+            value = dl.softmax_cross_entropy(net(images), labels)
+            return value if times == 1 else dl.ops.add(value, value)
+
+        trained(world, loss=loss, epochs=1, learning_rate=1e-9, l2=0.0)
+        (line,) = capsys.readouterr().out.splitlines()
+        losses_of_epochs.append(float(line.split()[3].strip(",")))
+    assert losses_of_epochs[1] == pytest.approx(2 * losses_of_epochs[0], rel=1e-4)
+
+
 class HalfSteps(Optimizer):
     """An optimizer that reads the old weights after it has computed the new ones."""
 
