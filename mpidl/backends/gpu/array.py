@@ -12,6 +12,9 @@ stores the elements:
     anything else    (...)                 the same               C order
 """
 
+import functools
+import itertools
+
 import numpy as np
 
 from mpidl.backends.gpu import launching
@@ -109,19 +112,26 @@ def together(arrays, image_shapes):
 
     `image_shapes` are the arguments `image_shape` of `filters` for weights of flattened images.
     """
-    places, size = {}, 0
-    for name, value in arrays.items():
-        value = np.asarray(value, np.float32)
-        places[name] = size, value, *layout_of_weights(value.shape, image_shapes.get(name))
-        size += -(-value.size // PART) * PART
-    memory = launching.persistent((size,))
-    uploaded = {}
-    for name, (start, value, dims, order) in places.items():
+    values = {name: np.asarray(value, np.float32) for name, value in arrays.items()}
+    starts, total = places(tuple(value.size for value in values.values()))
+    memory, uploaded = launching.persistent((total,)), {}
+    for (name, value), start in zip(values.items(), starts, strict=True):
         array = memory.part(start, value.shape)
-        array.dims, array.order = dims, order
-        launching.upload(array, in_memory(value, dims, order))
+        array.dims, array.order = layout_of_weights(value.shape, image_shapes.get(name))
+        launching.upload(array, in_memory(value, array.dims, array.order))
         uploaded[name] = array
     return uploaded
+
+
+@functools.lru_cache(maxsize=16)
+def places(sizes):
+    """Place arrays of the given sizes in one large array; return (first floats, size of the array).
+
+    All sizes count floats, and an array begins at a multiple of PART floats.
+    """
+    rounded = [-(-size // PART) * PART for size in sizes]
+    starts = list(itertools.accumulate(rounded, initial=0))
+    return starts[:-1], starts[-1]
 
 
 def _upload(array, dims, order):

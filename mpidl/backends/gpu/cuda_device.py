@@ -73,26 +73,11 @@ class CudaDevice:
     Any thread may call `stage`. Only the thread that created the object may call the other methods.
     During `capture`, methods that allocate, wait, or copy unpinned memory raise RuntimeError.
 
-    Attributes
-    ----------
-    name, architecture : str
-        For example "NVIDIA H200" and "sm_90".
-    processors : int
-        Number of streaming multiprocessors.
-    shared : int
-        Maximum number of bytes of shared memory that a thread block may use.
-    memory : int
-        Size of the device memory in bytes.
-    identity : str
-        Identifier of the physical device, which is the same in all processes.
-    stream : int
-        The stream of launches, a cudaStream_t: between `aside` and `back`, the stream for sums
-        over the ranks, otherwise the stream for computing.
-
-    Raises
-    ------
-    UserError
-        If the GPU cannot be used.
+    The constructor raises UserError if the GPU cannot be used. `name` and `architecture` are for
+    example "NVIDIA H200" and "sm_90", and `identity` is the same in all processes. The GPU has
+    `processors` multiprocessors, `memory` bytes, and `shared` bytes of shared memory for a thread
+    block. `stream` is the cudaStream_t of launches: between `aside` and `back`, the stream for sums
+    over the ranks, otherwise the stream for computing.
     """
 
     specialize = True  # compile convolution kernels with the shape of the layer as constants

@@ -12,11 +12,20 @@ def scaled(x, factor):
 
     The factor, a scalar or a `fold.Late`, is rounded to the dtype of x before the multiplication.
     """
-    number, late = (factor.factor, factor.array) if isinstance(factor, Late) else (factor, None)
+    number, late = scale_of(factor)
     y, blocks = array.empty_like(x), launching.blocks_of_threads(x.size)
     name = f"scaled_{launching.kind_of(x)}"
-    launching.launch(name, blocks, THREADS, x, float(number), late, y, x.size)
+    launching.launch(name, blocks, THREADS, x, number, late, y, x.size)
     return y
+
+
+def scale_of(scale):
+    """Split a scale into (constant factor, array of the variable factor or None).
+
+    The scale is a number or a `Late`. A Late is a factor that changes between replays of a recorded
+    step and is stored in an array on the device.
+    """
+    return (scale.factor, scale.array) if isinstance(scale, Late) else (float(scale), None)
 
 
 def pack(matrices, rows, dtype=np.float32):

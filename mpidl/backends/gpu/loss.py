@@ -11,6 +11,7 @@ import numpy as np
 
 from mpidl.backends.gpu import array, fold, launching
 from mpidl.backends.gpu.dense import rows_of
+from mpidl.backends.gpu.elementwise import scale_of
 from mpidl.backends.training_interface import PLAIN, PLAIN_BINARY
 from mpidl.core.blocks import LANES
 from mpidl.core.fold import Late
@@ -178,15 +179,6 @@ def errors_dy(y, target, power, scale, counts):
     numbers = *scale_of(scale), d, inner, outer, power, elements, y.size
     launching.launch("loss_errors_dy", blocks, threads, y, target, counts, *numbers)
     return d
-
-
-def scale_of(scale):
-    """Split a scale into (constant factor, array of the variable factor or None).
-
-    The scale is a number or a `Late`. A Late is a factor that changes between replays of a recorded
-    step and is stored in an array on the device.
-    """
-    return (scale.factor, scale.array) if isinstance(scale, Late) else (float(scale), None)
 
 
 def by_image(labels, name):

@@ -5,7 +5,6 @@ memory layout.
 """
 
 import functools
-import itertools
 import math
 
 import numpy as np
@@ -14,22 +13,10 @@ from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.backends.reference.optimizer import FORMULAS, is_formula
 
-ALIGNED = 64  # floats: 256 bytes, the alignment of device memory
 THREADS = 256  # threads per block
 SMALL = 1 << 22  # maximum total size of the parameters, in floats, for the smaller chunk
 MOST_NUMBERS = max(numbers for _, numbers, _ in FORMULAS.values())  # as in formulas.h
 CHUNKS = 4 * THREADS, 32 * THREADS  # sizes of the two chunks: floats per block of threads
-
-
-@functools.lru_cache(maxsize=16)
-def places(sizes):
-    """Place arrays of the given sizes in one large array; return (first floats, size of the array).
-
-    The places are aligned, and all numbers count floats.
-    """
-    rounded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
-    starts = list(itertools.accumulate(rounded, initial=0))
-    return starts[:-1], starts[-1]
 
 
 @functools.lru_cache(maxsize=16)
@@ -67,7 +54,7 @@ def from_numpy(value, like):
 
 
 def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=None):
-    """Return the new weights, which are stored in one array at the positions from `places`.
+    """Return the new weights, which are stored in one array at the positions from `array.places`.
 
     If the old weights are stored in the same way, the new array may use their memory: the kernel
     reads each old weight before it writes the new one.
@@ -175,8 +162,8 @@ def _check(name, weights, **arrays_by_kind):
 
 
 def _side_by_side(weights):
-    """Return uninitialized Arrays like the weights, stored in one array (see `places`)."""
-    firsts, total = places(tuple(w.size for w in weights))
+    """Return uninitialized Arrays like the weights, stored in one array (see `array.places`)."""
+    firsts, total = array.places(tuple(w.size for w in weights))
     flat = array.empty((total,))
     return [
         Array(flat.buffer, w.dtype, w.shape, w.dims, w.order, flat.offset + 4 * first)

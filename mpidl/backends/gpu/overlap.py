@@ -3,7 +3,8 @@
 import numpy as np
 
 from mpidl.backends.gpu import array, fold, launching
-from mpidl.backends.gpu.loss import by_image, pixels_of, scale_of
+from mpidl.backends.gpu.elementwise import scale_of
+from mpidl.backends.gpu.loss import by_image, pixels_of
 from mpidl.backends.training_interface import DICE
 from mpidl.core.blocks import LANES
 

@@ -75,7 +75,7 @@ def test_new_weights_have_the_same_offsets_in_every_step(device):
     """New weights have fixed offsets in one buffer, so this buffer can replace the old weights."""
     weights, velocities = draws("weight"), draws("velocity")
     device_weights, device_velocities = ([layout(v) for v in a] for a in (weights, velocities))
-    places, total = optimizer.places(tuple(w.size for w in weights))
+    places, total = array.places(tuple(w.size for w in weights))
     assert all(place % 64 == 0 for place in places) and total % 64 == 0
     for step in range(3):
         gradients = draws(f"gradient {step}")
@@ -93,7 +93,7 @@ def test_new_weights_have_the_same_offsets_in_every_step(device):
 @pytest.mark.parametrize("device", [0, 1, 2], indirect=True)
 def test_new_weights_can_overwrite_the_old_ones(device, monkeypatch):
     values = arguments(SGDM, GPU, share(1))
-    places, total = optimizer.places(tuple(w.size for w in values["weights"]))
+    places, total = array.places(tuple(w.size for w in values["weights"]))
     memory, floats = launching.empty((total,)), np.zeros(total, np.float32)
     for w, place in zip(values["weights"], places, strict=True):
         floats[place : place + w.size] = launching.download(w).ravel()
