@@ -64,23 +64,12 @@ class Block:
 class Array(DeviceArray):
     """An array in device memory. The module `array` describes the memory orders.
 
-    Attributes
-    ----------
-    buffer : Block or Planned
-        Owner of the memory. A Planned buffer has no address while a program is being recorded.
-    offset : int
-        Position of the first element in the buffer, in bytes.
-    shape, dims, order : tuple
-        `shape` is the shape that every backend uses. In memory, the array has the shape `dims`.
-        `order` lists the axes of `dims` from the slowest to the fastest.
-    bounds : array.Bounds or None
-        The smallest and the largest label if the Array holds labels, else None.
-    positive : Array or None
-        For the result of `join.add_relu`, a byte for each four elements in memory, with a bit for
-        each element that is > 0.
-    padded : Array or None
-        For images of 3 channels that a convolution has read, perhaps the images with a fourth
-        channel of zeros.
+    The Array begins `offset` bytes after the beginning of `buffer`, which is a Block or a Planned;
+    a Planned has no address while a program is being recorded. `shape` is the shape that every
+    backend uses. In memory, the Array has the shape `dims`, whose axes `order` lists from the
+    slowest to the fastest. `bounds` are the `array.Bounds` of labels, else None. `positive` is an
+    Array for the result of a ReLU, or None: a byte for each four elements in memory, with a bit for
+    each element that is > 0.
     """
 
     __slots__ = (
