@@ -120,15 +120,25 @@ conv_dweight(const value* __restrict__ dy, const value* __restrict__ x,
     };
 
     const Source source = {x, INPUT ? mean : 0, INPUT ? scale : 0, beta, low, high};
-    Norm<VECTOR_X> norm = {};
-    if (INPUT && m_of_chunk < MD)
-        norm = norm_of<VECTOR_X>(source, (group * CG + c_of_chunk) % period);
+    __shared__ float norm_of_tile[3][INPUT ? BM : 1];  // registers would spill
+    for (int i = tid; INPUT && i < BM; i += THREADS) {
+        const Norm<1> norm = norm_of<1>(source, (group * CG + (m0 + i) % CG) % period);
+        norm_of_tile[0][i] = norm.mean.at[0], norm_of_tile[1][i] = norm.scale.at[0];
+        norm_of_tile[2][i] = norm.beta.at[0];
+    }
+    if (INPUT) __syncthreads();
     constexpr bool ROUNDS = TERMS == 1 && IS_FLOAT;
     // Changes what this thread has copied: normalizes x, and rounds both.
     auto change = [&](int step, int stage) {
         value *as = memory + stage * STAGE, *bs = as + BK * PITCH_M;
+        Norm<VECTOR_X> norm;
+        if (INPUT) {
+            norm.mean = of_channels<VECTOR_X>(norm_of_tile[0], chunk * VECTOR_X);
+            norm.scale = of_channels<VECTOR_X>(norm_of_tile[1], chunk * VECTOR_X);
+            norm.beta = of_channels<VECTOR_X>(norm_of_tile[2], chunk * VECTOR_X);
+        }
         if (INPUT || ROUNDS)
-#pragma unroll 2
+#pragma unroll 1  // more would cost registers
             for (int i = 0; i < BK / STEP; ++i) {
                 const int row = first + i * STEP;
                 value* to = as + row * PITCH_M + chunk * VECTOR_X;

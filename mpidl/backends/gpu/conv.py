@@ -579,6 +579,7 @@ def gemm_tile(shape, rows, processors, shared, precision, inputs=1):
     bytes_of_stage = (height * inputs + columns * (2 if precision == "fp32" else 1)) * STEP
     if stages * bytes_of_stage * resident > shared:
         stages = 2
+    resident = max(1, min(resident, shared // (stages * bytes_of_stage)))
     depth = shape.width_of_filter // (64 if precision == "bf16" else 32)
     tiles, splits = -(-rows // height) * across, 1
     while 2 * splits * tiles <= processors and depth >= 2 * splits * SHORTEST:

@@ -5,15 +5,19 @@ import re
 import numpy as np
 
 from benchmarks.gpu.compiling import Addresses, Collector
+from benchmarks.mpidl_step import RecordedStep
 from mpidl.backends import settings
 from mpidl.backends.gpu import activation, array, conv, kernels, launching, optimizer, pool
+from mpidl.backends.gpu.sums import Counts
 from mpidl.backends.reference.activation import FUNCTIONS
 from mpidl.backends.shapes import Geometry, Windows
 from mpidl.core import fold
 from mpidl.core.blocks import LANES
+from mpidl.ranks.world import World
 
 # multiprocessors of V100, T4, A100, RTX A6000, H200 and RTX 5090
 PROCESSORS = {"sm_70": 80, "sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_90": 132, "sm_120": 170}
+SHARED = {"sm_80": 166912, "sm_86": 101376, "sm_120": 101376}  # bytes of a block of threads
 STEP = re.compile(r"f\((\w+), (\d), (\d)\)")  # (formula, numbers, arrays) in EACH_STEP
 UNPADDED, PADDED = ((0, 0), (0, 0)), ((1, 1), (1, 1))
 
@@ -86,6 +90,29 @@ def _in_bf16(all_units):
             for argument in arguments
         )
     ]
+
+
+def units_of_steps(architecture, precision, settings_of_steps):
+    """Return a Unit of each kind that recorded steps of (network, batch size) pairs load.
+
+    Units of a kind differ only in the shape of the layer.
+    """
+    kinds = {}
+    for network, batch in settings_of_steps:
+        world, addresses = World(threads=None), Addresses(architecture, PROCESSORS[architecture])
+        addresses.shared = SHARED.get(architecture, addresses.shared)
+        before = settings.precision
+        try:
+            world.device, world.counts = launching.open(Collector(addresses)), Counts()
+            recorded = RecordedStep(world, network, batch, precision, graphs=False)
+            for launch in recorded.program.launches():
+                family, defines = launch.unit
+                kind = [define for define in defines if define[0] != "CONV_SHAPE"]
+                kinds.setdefault((family, *kind), launch.unit)
+        finally:
+            launching.open(None)
+            settings.precision = before
+    return list(kinds.values())
 
 
 def _convolve(blocks, image, filters, *numbers):
