@@ -54,8 +54,8 @@ def copy(pieces):
     table = [_row(*piece) for piece in pieces if piece[2] and piece[3]]
     if table:
         longest = max(rows * width for _, _, rows, _, width, _, _ in table)
-        most = -(-32 * launching.device().processors // len(table))
-        grid = min(-(-longest // (4 * THREADS)), most), len(table)
+        limit = -(-32 * launching.device().processors // len(table))
+        grid = min(-(-longest // (4 * THREADS)), limit), len(table)
         launching.launch("copy_pieces", grid, THREADS, launching.table(table))
 
 

@@ -39,8 +39,8 @@ def concat(arrays):
     blocks, _, *rest = parts[0].shape
     y = array.empty_lanes((blocks, sum(p.shape[1] for p in parts), *rest), parts[0].dtype)
     elementwise.copy(
-        (part, place, rows, own, own, pitch)
-        for part, place, rows, own, pitch in _pieces("concat", parts, y)
+        (part, place, rows, width, width, pitch)
+        for part, place, rows, width, pitch in _pieces("concat", parts, y)
     )
     return y
 
@@ -49,8 +49,8 @@ def split(x, channels):
     blocks, _, *rest = x.shape
     parts = [array.empty_lanes((blocks, count, *rest), x.dtype) for count in channels]
     elementwise.copy(
-        (place, part, rows, own, pitch, own)
-        for part, place, rows, own, pitch in _pieces("split", parts, x)
+        (place, part, rows, width, pitch, width)
+        for part, place, rows, width, pitch in _pieces("split", parts, x)
     )
     return parts
 
