@@ -25,9 +25,11 @@ GUARD = 1024  # bytes before and after each allocation that no kernel may write
 ALIGNED = 256
 Size = ctypes.c_uint * 3
 # Types of the arguments of shim::launch: values, grid, block, shared, schedule, truncating, guards,
-# n_guards, culprit.
+# n_guards, culprit, stacks.
 ARGUMENTS = [ctypes.c_void_p, Size, Size, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
 ARGUMENTS += [ctypes.c_void_p, ctypes.c_longlong, ctypes.POINTER(ctypes.c_longlong)]
+ARGUMENTS += [ctypes.c_void_p]
+STACKS = (ctypes.c_longlong * 4097)()  # shim::Stacks
 
 
 @functools.cache
@@ -223,7 +225,8 @@ class EmulatedDevice:
         culprit = ctypes.c_longlong()
         schedule, table = (self.order, self.truncate), (guards.ctypes.data, len(guards))
         sizes = Size(*grid), Size(*block), shared
-        error = handle.run(pointers, *sizes, *schedule, *table, ctypes.byref(culprit))
+        ends = ctypes.byref(culprit), ctypes.addressof(STACKS)
+        error = handle.run(pointers, *sizes, *schedule, *table, *ends)
         if error is not None:
             text = error.decode()
             if culprit.value >= 0:

@@ -54,9 +54,10 @@ static void emulated_{name}(void** a) {{ {name}({", ".join(values)}); }}
 extern "C" int threads_{name}() {{ return shim::first({bounds[1] if bounds else 1024}); }}
 extern "C" const char* run_{name}(
     void** values, const unsigned* grid, const unsigned* block, size_t shared, int schedule,
-    int truncating, const shim::Guard* guards, long long n_guards, long long* culprit) {{
+    int truncating, const shim::Guard* guards, long long n_guards, long long* culprit,
+    shim::Stacks* stacks) {{
     return shim::launch(emulated_{name}, values, grid, block, shared, schedule, truncating,
-                        guards, n_guards, culprit);
+                        guards, n_guards, culprit, stacks);
 }}
 """
 

@@ -85,6 +85,10 @@ struct Thread {
 
 struct Fiber { void* context[5]; char* stack; };
 
+// The stacks that no fiber uses, for all libraries of the process: a process can map only 65530
+// pieces of memory, and a stack with its guard page is two of them.
+struct Stacks { long long count; char* unused[4096]; };
+
 struct Warp {
     u32 ready;  // a bit for each lane that can run
     int arrived, collective;
@@ -95,6 +99,7 @@ struct Warp {
 static std::vector<Thread> threads;
 static std::vector<Warp> warps;
 static std::vector<Fiber*> fibers, idle;
+static Stacks* stacks;
 static Thread *current, *next;
 static Fiber* starting;
 static void* home[5];
@@ -213,10 +218,14 @@ __attribute__((noinline)) static void** fiber_for(Thread* t) {
         return f->context;
     }
     Fiber* f = starting = new Fiber;
-    f->stack = (char*)mmap(nullptr, STACK, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (f->stack == MAP_FAILED) fail("no memory for a stack");
-    mprotect(f->stack, PAGE, PROT_NONE);
+    if (stacks->count) {
+        f->stack = stacks->unused[--stacks->count];
+    } else {
+        f->stack = (char*)mmap(nullptr, STACK, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (f->stack == MAP_FAILED) fail("no memory for a stack");
+        mprotect(f->stack, PAGE, PROT_NONE);
+    }
     fibers.push_back(f);
     char* top = f->stack + STACK - fibers.size() % 61 * 320;  // not all in one cache set
     f->context[0] = nullptr, f->context[1] = (void*)fiber_main, f->context[2] = top - ENTRY;
@@ -250,9 +259,9 @@ static inline __attribute__((always_inline)) void meet(int collective, const voi
     SHIM_FENCE;
 }
 
-static void abandon() {  // frees fibers that are still inside a failed kernel
+static void end_fibers() {  // also those that are still inside a failed kernel
     for (Fiber* f : fibers) {
-        munmap(f->stack, STACK);
+        stacks->unused[stacks->count++] = f->stack;
         delete f;
     }
     fibers.clear(), idle.clear();
@@ -286,7 +295,9 @@ static bool is_whole(const Guard& guard) {
 // guard that was overwritten, or -1.
 static const char* launch(void (*kernel)(void**), void** values, const unsigned* grid,
                           const unsigned* block, size_t shared, int schedule, int truncating,
-                          const Guard* guards, long long n_guards, long long* culprit) {
+                          const Guard* guards, long long n_guards, long long* culprit,
+                          Stacks* unused_stacks) {
+    stacks = unused_stacks;
     body = kernel, arguments = values, order = schedule, truncate = truncating;
     dice = 2463534242u, message[0] = 0, *culprit = -1, current = nullptr;
     gridDim = {grid[0], grid[1], grid[2]}, blockDim = {block[0], block[1], block[2]};
@@ -320,7 +331,7 @@ static const char* launch(void (*kernel)(void**), void** values, const unsigned*
         if (!message[0] && !is_whole({dynamic + shared, GUARD, -1}))
             snprintf(message, sizeof message, "writes past its %zu bytes of shared memory", shared);
     }
-    if (message[0]) abandon();
+    end_fibers();
     for (long long i = 0; i < n_guards && !message[0]; ++i)
         if (!is_whole(guards[i])) {
             *culprit = i;

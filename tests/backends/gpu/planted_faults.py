@@ -129,12 +129,16 @@ CONVOLUTION_FAULTS = [
                 f"change(step, stage);\n        {BARRIER}",
                 "change(step, stage);",
             ),
-            "no barrier before warps add shared sums": (
-                f"{BARRIER}\n#pragma unroll\n            for (int other",
-                "\n#pragma unroll\n            for (int other",
-            ),
             "columns are permuted as rows are": ("wn + NJ * g;", "wn + 4 * g;"),
         },
+    ),
+    Fault(
+        family="conv_dweight",
+        description="no barrier before warps add shared sums",
+        old=f"{BARRIER}\n#pragma unroll\n            for (int other",
+        new="\n#pragma unroll\n            for (int other",
+        check=check_convolution,
+        arguments=("few rows",),
     ),
     Fault(
         family="conv_dweight",
