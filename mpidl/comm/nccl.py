@@ -165,7 +165,7 @@ def loaded_libraries() -> list[str]:
 
 Message = tuple[int, "Array"]  # the other rank, and an Array in C order
 
-_communicators: dict[
+communicators: dict[
     tuple[Capabilities, ...], list[Any]
 ] = {}  # {Capabilities of the ranks: NCCL's communicators}
 WARM_BYTES = 256, 1 << 20  # sizes of the first messages: NCCL treats small and large ones apart
@@ -195,19 +195,19 @@ class NcclMover:
 
         self.device, self.rank, self.size = _device_of(world), world.rank, world.size
         self.nccl = nccl
-        if ranks not in _communicators:
-            _communicators[ranks] = []
+        if ranks not in communicators:
+            communicators[ranks] = []
             for _ in ("computing", "sums"):
                 key = world.broadcast(nccl.get_unique_id() if world.rank == 0 else None)
                 communicator = nccl.NcclCommunicator(world.size, key, world.rank)
-                _communicators[ranks].append(communicator)
+                communicators[ranks].append(communicator)
                 # Keep the communicator until the process ends. Its destructor would wait for the
                 # other ranks, and for the destruction of all graphs that contain its messages.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
-        self._communicators = _communicators[ranks]
+        self.communicators = communicators[ranks]
         buffer = self.device.allocate((world.size + 1) * max(WARM_BYTES))
         places = [Bytes(buffer.address + r * max(WARM_BYTES), 0) for r in range(world.size + 1)]
-        for communicator in self._communicators:
+        for communicator in self.communicators:
             for nbytes in WARM_BYTES:
                 places = [Bytes(place.address, nbytes) for place in places]
                 self._gather(communicator, places[-1], places[0])
@@ -217,11 +217,11 @@ class NcclMover:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Send and receive Arrays, in the device's stream; see `MpiMover.exchange`."""
-        self._exchange(self._communicators[self.device.is_aside], sends, receives)
+        self._exchange(self.communicators[self.device.is_aside], sends, receives)
 
     def allgather(self, source: Array, target: Array) -> None:
         """Gather equal parts, in the device's stream; see `MpiMover.allgather`."""
-        self._gather(self._communicators[self.device.is_aside], source, target)
+        self._gather(self.communicators[self.device.is_aside], source, target)
 
     def wait(self, requests: None) -> None:
         """Do nothing, because messages run in a stream of the device."""

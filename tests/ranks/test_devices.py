@@ -317,17 +317,17 @@ def test_streams_have_communicators_of_their_own_that_are_never_destroyed(monkey
     world = SimpleNamespace(device=device, size=1, rank=0, broadcast=lambda key: key)
     with nccl_on_mpi.installed():
         movers = [nccl.NcclMover(world, (gpu,)) for gpu in "AAB"]
-        assert movers[0].captured and len(nccl._communicators) == 2
+        assert movers[0].captured and len(nccl.communicators) == 2
         for mover in movers:
             used.clear()
             for device.is_aside in (False, True):
                 mover.allgather(array, array)
-            assert used == mover._communicators and used[0] is not used[1]
-        assert movers[0]._communicators is movers[1]._communicators
+            assert used == mover.communicators and used[0] is not used[1]
+        assert movers[0].communicators is movers[1].communicators
         assert used[0].arguments == (1, (0,), 0)
         del mover, movers
         used.clear()
-        nccl._communicators.clear()
+        nccl.communicators.clear()
         gc.collect()
         assert not destroyed
 

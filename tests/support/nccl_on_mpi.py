@@ -84,7 +84,7 @@ def installed():
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     try:
-        with mock.patch.object(nccl, "_communicators", {}):
+        with mock.patch.object(nccl, "communicators", {}):
             yield
     finally:
         for name, module in before.items():  # keep other modules that were imported meanwhile

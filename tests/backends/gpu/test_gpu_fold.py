@@ -201,7 +201,10 @@ def test_a_fold_waits_until_its_root_is_read_or_its_leaves_are_overwritten(devic
 def test_waiting_folds_keep_a_limited_amount_of_memory(device, monkeypatch):
     monkeypatch.setattr(recorder, "WAITING", 10_000)
     values = [array.plain(leaves_of("float", 10, 100)) for _ in range(4)]
-    sums = lambda: [gpu_fold.fold_rows(x + x, [(0, 10)]).row(0) for x in values]  # noqa: E731
+
+    def sums():
+        return [gpu_fold.fold_rows(x + x, [(0, 10)]).row(0) for x in values]
+
     _, names = recorded(device, sums)
     assert names.count("fold_float") == 2
 
