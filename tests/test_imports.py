@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpidl"
 # core are called "tape" here, because the backends, comm and data may not import them.
 TAPE = ("mpidl.core.tape", "mpidl.core.op", "mpidl.core.grad")
 BASE = {"startup", "errors", "text", "files", "matlab_names", "listed_folders", "side_process"}
-BASE |= {"docstrings", "launcher", "lazy", "options", "phases", "wings"}
+BASE |= {"docstrings", "launcher", "lazy", "numerics", "options", "phases", "wings"}
 BACKENDS = BASE | {"core", "kernels"}
 OPS = BASE | {"core", "tape", "backends"}
 NN = OPS | {"ops"}
@@ -26,7 +26,7 @@ EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
 PERFORMANCE = TRAINING | {"training"}
-CLI = INTERCHANGE | {"interchange", "performance", "sweeps", "trackers"}
+CLI = INTERCHANGE | {"certificates", "interchange", "performance", "sweeps", "trackers"}
 MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "core": set(),
     "tape": {"core"},
@@ -42,11 +42,13 @@ MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "report": {"errors", "text", "files", "phases", "core", "side_process", "lazy"},
     "losses": LOSSES,
     "evaluation": EVALUATION,
-    "training": TRAINING | {"trackers"},  # the options of a run name its trackers
+    # The options of a run name its trackers and ask for its certificate.
+    "training": TRAINING | {"trackers", "certificates"},
     "interchange": INTERCHANGE,
     "performance": PERFORMANCE,
     "sweeps": TRAINING | {"training"},
     "trackers": TRAINING | {"training"},
+    "certificates": TRAINING | {"training"},
     "cli": CLI,
 }
 COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __init__.py

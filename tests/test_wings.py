@@ -24,11 +24,12 @@ REST = (
     *("interchange/test_weights.py", "jobs/test_job_words.py", "performance/test_model.py"),
     *("data/test_registry.py", "data/formats/test_packed.py", "data/storage/test_presigned.py"),
     *("report/live/test_run.py", "report/page/test_run_page.py", "sweeps/test_sweep_file.py"),
-    "trackers/test_trackers.py",
+    *("trackers/test_trackers.py", "certificates/test_chain.py"),
 )
 # For each wing, a program that uses it.
 USES = {
     "backends.gpu": "import mpidl.backends.gpu.launching",
+    "certificates": "import mpidl.certificates.chain",
     "data.storage": "dl.data.open_data('s3://bucket/images')",
     "interchange": "dl.save_onnx",
     "jobs": "dl.launch",
