@@ -124,15 +124,15 @@ def read(path: str | os.PathLike[str]) -> Certificate:
         If the file is missing, damaged, too large or not a certificate.
     """
     path = locate(path)
-    shown = printable(path)
-    validators = _library(shown)
+    path_text = printable(path)
+    validators = _library(path_text)
     try:
         with open_for_reading(path) as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise unreadable(path, error) from None
     if len(content) > MAX_BYTES:
-        raise UserError(f"{shown}: expected a certificate of at most {MAX_BYTES >> 20} MB")
+        raise UserError(f"{path_text}: expected a certificate of at most {MAX_BYTES >> 20} MB")
     try:
         statement = json.loads(
             content.decode(),
@@ -145,15 +145,15 @@ def read(path: str | os.PathLike[str]) -> Certificate:
             return _certificate(path, content, statement)
     except (ValueError, RecursionError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-    raise UserError(f"{shown}: not a certificate: {problem}")
+    raise UserError(f"{path_text}: not a certificate: {problem}")
 
 
-def _library(shown):
+def _library(path_text):
     try:
         return importlib.import_module("jsonschema.validators")
     except ImportError:
         raise UserError(
-            f"{shown}: expected the package jsonschema, which is not installed "
+            f"{path_text}: expected the package jsonschema, which is not installed "
             f"({pip_install('audit')})"
         ) from None
 
