@@ -267,6 +267,7 @@ def write_whole(
     content: bytes | memoryview,
     aside: str | os.PathLike | None = None,
     confirm: Callable[[], object] = lambda: None,
+    mode: int = 0o666,
 ) -> None:
     """Write a file completely, or leave the previous file unchanged if the write fails.
 
@@ -281,6 +282,8 @@ def write_whole(
     confirm : callable, optional
         Function that is called before the write and before the renames. If it raises an exception,
         nothing more is written or renamed.
+    mode : int
+        Permissions of the file, without those that the process's umask denies.
 
     Raises
     ------
@@ -295,7 +298,7 @@ def write_whole(
         confirm()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(part)  # a suspended process may still have this file open for writing
-        with open(part, "wb") as file:
+        with open(part, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

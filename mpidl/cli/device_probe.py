@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpidl import numerics
 from mpidl.backends import discovery
 from mpidl.backends.cpu import builds
 from mpidl.ranks import devices, thread_budget
@@ -92,8 +93,8 @@ def probe(world: World) -> RankReport:
         shared_memory=find_shared_memory(measured=is_first),
         gpus=devices.find_gpus(world.host),
         driver=gpu_driver(),
-        versions=f"mpidl {configuration.version_of('mpidl')}, Python {platform.python_version()}, "
-        f"NumPy {np.__version__}",
+        versions=f"mpidl {configuration.version_of('mpidl')}, numerics {numerics.VERSION}, "
+        f"Python {platform.python_version()}, NumPy {np.__version__}",
         mpi=" ".join(library.replace("\0", "").strip().partition("\n")[0].split()),
         fabric=fabric(library),
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mpidl import numerics
 from mpidl.backends import discovery
 from mpidl.backends.cpu import builds
 from mpidl.cli import arguments, device_probe, device_report, start, user_files
@@ -117,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Python": f"{platform.python_version()}, {sys.executable}",
         "NumPy": f"{np.__version__}, BLAS {start.blas()}, one thread",
         "arithmetic": _arithmetic(),
+        "numerics": f"{numerics.VERSION}, the version of mpidl's arithmetic",
         "kernels": _kernels(),
         "bf16": _bf16(builds.running()),
         "CPU": "",  # reserves the position; device_report.facts sets the value
@@ -161,6 +163,7 @@ def _show_model(parsed):
     normalization = "none" if net.normalization is None else net.normalization.name
     precision = net.trained_precision and f", trained in {printable(net.trained_precision)}"
     print(f"images {times(net.input_shape)}, normalization {normalization}{precision or ''}")
+    print(f"made by {printable(numerics.describe(net.numerics, net.mpidl_version))}")
     print(net.analyze(parsed.batch_size or 128))
 
 

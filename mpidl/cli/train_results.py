@@ -6,6 +6,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from mpidl import numerics
 from mpidl.cli import start
 from mpidl.evaluation import confusion, evaluate
 from mpidl.evaluation.evaluate import Evaluation
@@ -98,6 +99,7 @@ def write_results(
         "rollbacks": result.rollbacks,
         "lost_ranks": len(world.lost_ranks),
         "skipped_images": result.skipped_images + skipped,
+        **numerics.current(),
         "weights_sha256": model_file.weights_sha256(net),
     }
     if weights_file is not None:

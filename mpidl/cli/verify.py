@@ -146,11 +146,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check_run(run: str) -> int:
     """Print a table of the checkpoints and the model of a run; return the exit code."""
     files = generations.generations(run)
-    rows: list[list[object]] = [["file", "iteration", "epoch", "written", "weights_sha256"]]
+    head: list[object] = ["file", "iteration", "epoch", "written", "made by", "weights_sha256"]
+    rows = [head]
     verdicts = [""]
     for file in files:
         numbers = ["" if n is None else n for n in (file.iteration, file.epoch)]
-        rows.append([printable(file.name), *numbers, file.date, file.weights_sha256])
+        origin = printable(file.origin)
+        rows.append([printable(file.name), *numbers, file.date, origin, file.weights_sha256])
         verdicts.append("complete" if file.problem is None else printable(file.problem))
     lines = aligned(rows)
     width = max(map(len, lines))

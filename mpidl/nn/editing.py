@@ -68,7 +68,7 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
 
 def _copy_settings(net, edited):
     names = "fuse normalization crop preprocess input_function trained_precision classes loss"
-    for name in names.split():
+    for name in [*names.split(), "numerics", "mpidl_version"]:
         setattr(edited, name, getattr(net, name))
 
 

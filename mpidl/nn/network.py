@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 
-from mpidl import ops
+from mpidl import numerics, ops
 from mpidl.core.blocks import Blocked, OneRank, from_images, share
 from mpidl.core.tape import Var, value_of
 from mpidl.matlab_names import missing_attribute
@@ -82,6 +82,10 @@ class Network:
     trained_precision
         The precision of the training if it is not "fp32", else None. `dl.train` sets it, and model
         files store it. It does not change how the network computes; see `dl.configure`.
+    numerics, mpidl_version
+        The version of the arithmetic, and of mpidl, that trained the network or drew its initial
+        weights; None in a network from a file that does not contain them. `dl.train` sets them, and
+        model files store them.
     fuse
         Whether neighbouring convolution, batch normalization and ReLU layers run as one op. On
         CPUs in float32, this does not change the results. In bfloat16, one op rounds fewer values,
@@ -134,8 +138,16 @@ class Network:
         self.loss: dict[str, str | int] | None = None
         self.input_function: str | None = None
         self.trained_precision: str | None = None
+        self.numerics: int | None = None
+        self.mpidl_version: str | None = None
+        self.set_origin()
         self._trains: Network | None = None  # the network of which this is a copy to train it
         self.plan_runs()
+
+    def set_origin(self) -> None:
+        """Record that this version of mpidl computes the weights; see `numerics`."""
+        origin = numerics.current()
+        self.numerics, self.mpidl_version = origin["numerics"], origin["mpidl_version"]
 
     def plan_runs(self) -> None:
         """Determine again which layers run as one op. Call this after a change of the layers."""

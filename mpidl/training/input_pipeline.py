@@ -217,6 +217,7 @@ def prepare(
     net.preprocess = datastore.preprocess or net.preprocess
     net.input_function = None
     net.trained_precision = None if options.precision == "fp32" else options.precision
+    net.set_origin()
     loss = options.loss_with_options()
     net.classes = losses.trained_classes(loss, net, datastore)
     net.loss = losses.trained_loss(loss, net, datastore)

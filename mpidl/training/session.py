@@ -65,8 +65,9 @@ class Session:
     Raises
     ------
     UserError
-        If `resume` is neither a folder nor a checkpoint, if the checkpoint cannot be loaded, if
-        `out` contains another run and `overwrite` is false, or if another process uses the folder.
+        If `resume` is neither a folder nor a checkpoint, if the checkpoint cannot be loaded or has
+        another numerics, if `out` contains another run and `overwrite` is false, or if another
+        process uses the folder.
     """
 
     console: Console
@@ -101,6 +102,9 @@ class Session:
         self.checkpoint = resume
         if self._resumed is not None:
             self.checkpoint = on_rank_0(world, lambda: checkpoint.load(resume))
+        if self.checkpoint is not None:
+            spelled = words[1].format(resume) if is_folder else "resume"
+            checkpoint.check_numerics(self.checkpoint[1], spelled)
 
     @property
     def folder(self) -> str:

@@ -14,8 +14,10 @@ from cpu_builds import FUSED_BUILDS
 from launcher import mpirun
 
 import mpidl as dl
+from mpidl import numerics
 from mpidl.backends.cpu import builds
 from mpidl.cli import user_files
+from mpidl.report import run_files
 
 FILES = {
     *("checkpoint.h5", "checkpoint-previous.h5", "metrics.jsonl", "model.h5", "options.toml"),
@@ -184,7 +186,9 @@ def test_training_in_bf16(pictures, tmp_path):
     out = tmp_path / "run"
     lines = jobs.output_lines(jobs.train(2, pictures, out, *SHORT, "--precision", "bf16"))
     assert any(re.fullmatch(r"Ranks: 2, cpu in bf16, \d threads? each", line) for line in lines)
-    assert jobs.summary(out)["precision"] == "bf16"
+    summary = jobs.summary(out)
+    assert (summary["precision"], summary["numerics"]) == ("bf16", numerics.VERSION)
+    assert run_files.read(str(out)).versions["numerics"] == str(numerics.VERSION)
     assert dl.load_model(out / "model.h5")[0].trained_precision == "bf16"
     text = jobs.refusal(jobs.resume(1, out, "--precision", "fp32", "--max-iterations", 4, check=2))
     assert text.endswith("--precision was bf16, is fp32")
@@ -207,7 +211,7 @@ def test_info(ranks):
     facts = {line[:13].strip(): line[14:] for line in lines}
     names = ("mpidl", "Python", "CPU", "CPU features", "mpi4py", "fabric", "/dev/shm")
     names += ("GPU", "CuPy", "NVRTC", "GPU cache", "GPU driver", "GPU messages")
-    for name in (*names, "arithmetic", "kernels", "bf16"):
+    for name in (*names, "arithmetic", "numerics", "kernels", "bf16"):
         assert facts[name], name
     assert facts["NumPy"].startswith(f"{np.__version__}, BLAS ")
     assert any(word in facts["MPI"].lower() for word in ("mpich", "open mpi", "intel"))
@@ -357,6 +361,7 @@ def test_predict_writes_activations(model, pictures, tmp_path):
 SCRIPT = """
 import sys
 import mpidl as dl
+from mpidl import numerics
 world = dl.World()
 preprocess = dl.Preprocess(size=(16, 16), colour="gray", cover=True, crop=(12, 12))
 photos = dl.ImageFolder(sys.argv[1], world, preprocess=preprocess)
@@ -382,6 +387,7 @@ def test_predict_with_a_network_that_a_script_trained(colours, tmp_path):
 LAYERS = """
 from dataclasses import dataclass
 import mpidl as dl
+from mpidl import numerics
 
 @dataclass
 class Halved(dl.Layer):

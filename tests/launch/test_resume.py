@@ -6,6 +6,9 @@ from pathlib import Path
 import jobs
 import pytest
 
+from mpidl import numerics
+from mpidl.training.files import model_file
+
 
 @pytest.fixture(scope="module")
 def uninterrupted(pictures, tmp_path_factory):
@@ -46,6 +49,22 @@ def test_on_other_ranks(copy, uninterrupted, ranks):
     assert "Resumed after iteration 6, in epoch 2" in result.stdout
     assert_same_run(uninterrupted, copy)
     assert jobs.summary(copy)["ranks"] == ranks
+
+
+@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.slow("jobs"))])
+def test_a_checkpoint_of_another_arithmetic_is_refused(copy, ranks):
+    path = copy / "checkpoint.h5"
+    tables, attributes = model_file.read(path)
+    attributes |= {"numerics": numerics.VERSION + 1, "mpidl_version": "7.8\n"}
+    path.write_bytes(model_file.pack(tables, attributes))
+    line = jobs.refusal(jobs.resume(ranks, copy, check=2))
+    assert line == (
+        f"--resume {copy}: expected a checkpoint of numerics {numerics.VERSION}, found one of "
+        f"numerics {numerics.VERSION + 1}, whose arithmetic gives other weights: mpidl 7.8\\n, "
+        "which wrote it, can continue the run"
+    )
+    # Weights are weights: a newer model is the start of a training.
+    jobs.train(1, None, copy / "new", "--max-iterations", 1, "--weights", path, network=None)
 
 
 def test_a_torn_checkpoint_is_skipped(copy, uninterrupted):

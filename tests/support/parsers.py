@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import certificate_files
 import datafiles
 import h5py
 import numpy as np
@@ -18,6 +19,7 @@ import onnx
 from image_sets import grow, pixels_of, save, write_idx
 
 import mpidl as dl
+from mpidl.certificates import certificate
 from mpidl.data import ArrayDatastore, ImageFolder, open_data, open_test_data, read_idx
 from mpidl.data.checks import read_images, read_targets
 from mpidl.data.datastore import Datastore
@@ -381,6 +383,11 @@ def toml(text, read):
     return Parser(prepare, is_slow=False)
 
 
+def certificate_file(folder):
+    path = certificate_files.write(folder)
+    return path, lambda: attempt(certificate.read, str(path)) is not None
+
+
 IMAGES = {
     **{f"idx {name}": idx(name) for name in ("x", "x.gz")},
     **{f"idx folder, {kind}": idx_folder(kind) for kind in ("images-idx3", "labels-idx1")},
@@ -413,6 +420,7 @@ TEXTS = {
     "sweep, random": toml(SWEEP, sweep_file.read),
     "sweep, grid": toml(GRID, sweep_file.read),
     "sweep, folds": toml("folds = 3\n" + GRID, sweep_file.read),
+    "certificate": Parser(certificate_file),
 }
 PARSERS = IMAGES | NETWORKS | TEXTS
 

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from mpidl import numerics
 from mpidl.errors import UserError
 from mpidl.files import stamp, write_whole
+from mpidl.text import printable
 from mpidl.training.files import model_file
 
 CURRENT, PREVIOUS = "checkpoint.h5", "checkpoint-previous.h5"
@@ -103,12 +105,10 @@ def load(
         path = os.path.join(folder, name)
         try:
             arrays, attributes = model_file.read(path)
-            if "facts" not in attributes:
-                raise model_file.Torn("it is a model, not a checkpoint")
+            facts = facts_of(attributes)
         except model_file.Torn as error:
             problems.append(f"{path}: {error}")
             continue
-        facts = {**json.loads(attributes["facts"]), **model_file.described(attributes)}
         if problems:
             line = f"warning: {problems[0]}; continuing from {name}"
             print(line, file=sys.stderr, flush=True) if warn is None else warn(line)
@@ -116,6 +116,39 @@ def load(
     if not exists(folder):
         raise UserError(f"--resume {folder}: expected a folder with {CURRENT}, found none")
     raise UserError(f"--resume {folder}: no checkpoint can be loaded: {'; '.join(problems)}")
+
+
+def check_numerics(facts: Mapping[str, Any], spelled: str = "resume") -> None:
+    """Raise UserError if a run cannot continue, because this mpidl computes other weights.
+
+    A run that mixes two arithmetics could never be repeated. Files without a numerics are older
+    than its first version, and their runs continue with the arithmetic of numerics 1.
+    """
+    version, writer = facts.get("numerics"), facts.get("mpidl_version")
+    if (1 if version is None else version) == numerics.VERSION:
+        return
+    writer = "the version of mpidl" if writer is None else f"mpidl {printable(writer):.40}"
+    raise UserError(
+        f"{spelled}: expected a checkpoint of {numerics.describe(numerics.VERSION)}, found one of "
+        f"{numerics.describe(version)}, whose arithmetic gives other weights: {writer}, which "
+        "wrote it, can continue the run"
+    )
+
+
+def facts_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts in the root attributes of a checkpoint file.
+
+    Raises
+    ------
+    Torn
+        If the attributes are not those of a checkpoint.
+    """
+    if "facts" not in attributes:
+        raise model_file.Torn("it is a model, not a checkpoint")
+    try:
+        return {**json.loads(attributes["facts"]), **model_file.described(attributes)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise model_file.Torn(f"its attributes cannot be read: {error}") from error
 
 
 def exists(folder: str) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from typing import NamedTuple
 
+from mpidl import numerics
 from mpidl.errors import UserError
 from mpidl.text import printable
 from mpidl.training.files import checkpoint, model_file
@@ -28,6 +28,9 @@ class Generation(NamedTuple):
         iteration. None for a model, and for a file that cannot be loaded.
     weights_sha256 : str
         Hash of the weights, as returned by `dl.weights_sha256`; empty if the file cannot be loaded.
+    origin : str
+        The arithmetic and the mpidl that made the file, such as "numerics 1, mpidl 0.1.0" or
+        "before numerics 1"; empty if the file cannot be loaded.
     problem : str or None
         Why the file cannot be loaded; None if the file is complete.
     """
@@ -37,6 +40,7 @@ class Generation(NamedTuple):
     iteration: int | None = None
     epoch: int | None = None
     weights_sha256: str = ""
+    origin: str = ""
     problem: str | None = None
 
 
@@ -91,16 +95,18 @@ def _check(path):
         seconds = int(os.stat(path).st_mtime)
         file = file._replace(date=str(datetime.datetime.fromtimestamp(seconds)))
         tables, attributes = model_file.read(path)
+        facts = checkpoint.facts_of(attributes) if "facts" in attributes else None
     except OSError as error:
         problem = "it is missing" if isinstance(error, FileNotFoundError) else error.strerror
         return file._replace(problem=problem)
     except model_file.Torn as error:
         return file._replace(problem=str(error))
     digest = model_file.sha256_of(tables.get("learnables", {}), tables.get("state", {}))
-    file = file._replace(weights_sha256=digest)
-    if "facts" not in attributes:  # a model
+    origin = numerics.describe(attributes.get("numerics"), attributes.get("mpidl_version"))
+    file = file._replace(weights_sha256=digest, origin=origin)
+    if facts is None:  # a model
         return file
-    position = json.loads(attributes["facts"]).get("position", {})
+    position = facts.get("position", {})
     epoch = position.get("epoch", 0)
     is_between = not position.get("batch")
     return file._replace(iteration=position.get("iteration"), epoch=epoch - is_between)

@@ -53,6 +53,8 @@ class Description(_Description, total=False):
     unwhitened: list[str]  # names of layers whose filters have not been computed yet
     input_function: str  # see `Network.input_function`
     trained_precision: str  # see `Network.trained_precision`
+    numerics: int  # see `Network.numerics`, also for the next entry
+    mpidl_version: str
 
 
 class Torn(Exception):
@@ -198,6 +200,8 @@ CODING: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "unwhitened": (json.dumps, json.loads),
     "input_function": (str, str),
     "trained_precision": (str, str),
+    "numerics": (int, int),
+    "mpidl_version": (str, str),
 }
 REQUIRED = ("network", "classes", "input_shape", "normalization")
 
@@ -253,6 +257,8 @@ def network_of(
     net.loss = losses.check_trained_loss(description.get("loss"))
     net.input_function = description.get("input_function")
     net.trained_precision = description.get("trained_precision")
+    net.numerics = description.get("numerics")
+    net.mpidl_version = description.get("mpidl_version")
     classes = description["classes"]
     if classes is not None and not (
         isinstance(classes, list) and all(isinstance(name, str) for name in classes)
@@ -284,6 +290,8 @@ def _description(net):
         "unwhitened": net.unwhitened,
         "input_function": net.input_function,
         "trained_precision": net.trained_precision,
+        "numerics": net.numerics,
+        "mpidl_version": net.mpidl_version,
     }
 
 
@@ -348,8 +356,8 @@ def load_model(
         The network, with its class names and the image preprocessing that was used in training.
     description : dict
         A dict with the keys "network" (the list of layers), "classes", "input_shape" and
-        "normalization", and with "crop", "preprocess", "loss", "unwhitened", "input_function" and
-        "trained_precision" if the file has these attributes.
+        "normalization", and with "crop", "preprocess", "loss", "unwhitened", "input_function",
+        "trained_precision", "numerics" and "mpidl_version" if the file has these attributes.
 
     Raises
     ------

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpidl import numerics
 from mpidl.errors import UserError
 from mpidl.evaluation.validation import BEST
 from mpidl.training import batchnorm_moving, input_pipeline, skipped_images
@@ -63,6 +64,7 @@ def collect(trainer: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "crop": net.crop,
         "preprocess": net.preprocess,
         "loss": net.loss,
+        **numerics.current(),
         "options": options.as_dict(),
         "optimizer": trainer.optimizer_spec,
         **state,

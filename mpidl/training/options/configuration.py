@@ -10,6 +10,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from mpidl import numerics
 from mpidl.errors import UserError
 from mpidl.files import read_toml, write_whole
 from mpidl.options.declaration import check_value, rule_of
@@ -165,7 +166,7 @@ def version_of(package: str) -> str:
 
 
 def versions_of(mpi_library: str) -> dict[str, str]:
-    """Return the versions of Python, NumPy, mpidl, mpi4py and MPI for options.toml.
+    """Return the versions of Python, NumPy, mpidl, its numerics, mpi4py and MPI for options.toml.
 
     `mpi_library` is the version string of the MPI library, of which the first line is recorded.
     """
@@ -173,4 +174,5 @@ def versions_of(mpi_library: str) -> dict[str, str]:
     for package in ("numpy", "mpidl", "mpi4py"):
         versions[package] = version_of(package)
     first_line = (mpi_library.strip().splitlines() or ["unknown"])[0]
+    versions["numerics"] = str(numerics.VERSION)
     return {**versions, "mpi": " ".join(first_line.replace("\0", "").split())}

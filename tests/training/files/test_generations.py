@@ -1,16 +1,19 @@
 """Test the check of a run's files, as in `mpidl.verify RUN`."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import mpidl as dl
+from mpidl import numerics
 from mpidl.cli import verify
 from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.training.files import checkpoint, generations, model_file
 
+OLD = Path(__file__).parents[2] / "fixtures" / "adam"
 FACTS = {"classes": None, "input_shape": (1, 6, 6), "normalization": "none"}
 
 
@@ -46,10 +49,49 @@ def test_complete_files(run, capsys):
     assert [file.problem for file in files] == [None] * 3
     assert verify.check_run(str(run)) == 0
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["file", "iteration", "epoch", "written", "weights_sha256"]
+    assert head.split() == ["file", "iteration", "epoch", "written", "made", "by", "weights_sha256"]
     assert all(
-        re.search(r" \d{4}-\d\d-\d\d \d\d:\d\d:\d\d +[0-9a-f]{64}  complete$", r) for r in rows
+        re.search(r" \d{4}-\d\d-\d\d \d\d:\d\d:\d\d .* +[0-9a-f]{64}  complete$", r) for r in rows
     )
+
+
+def test_the_versions_that_made_files(tmp_path, capsys):
+    net = network(1)
+    options = dl.TrainingOptions(
+        max_iterations=1, validation_frequency=0, verbose="off", plots="none"
+    )
+    images = np.zeros((4, 1, 6, 6), np.uint8), np.arange(4) % 3
+    dl.train(net, images, options, out=str(tmp_path))
+    dl.save_model(tmp_path / "model.h5", net)
+    assert verify.check_run(str(tmp_path)) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    expected = f"numerics {numerics.VERSION}, mpidl {dl.__version__}"
+    assert len(lines) == 2 and all(f" {expected} " in line for line in lines)
+    for path in (OLD / "model.h5", OLD):  # of a version that did not record them
+        assert verify.check_run(str(path)) == 0
+        assert all(
+            " before numerics 1 " in line for line in capsys.readouterr().out.splitlines()[1:]
+        )
+
+
+def test_a_copy_of_a_network_keeps_the_versions(tmp_path, monkeypatch):
+    """A file that is loaded and saved again has the versions that trained its weights."""
+    dl.save_model(tmp_path / "new.h5", network(1))
+    monkeypatch.setattr(numerics, "VERSION", numerics.VERSION + 1)
+    for path in tmp_path / "new.h5", OLD / "model.h5":
+        net, description = dl.load_model(path)
+        assert (net.numerics, net.mpidl_version) == (
+            description.get("numerics"),
+            description.get("mpidl_version"),
+        )
+        part = net.up_to(net.layer_names[-1]).append_layer(dl.Softmax())
+        dl.save_model(tmp_path / "copy.h5", part)
+        (old,), (new,) = (
+            generations.generations(path),
+            generations.generations(tmp_path / "copy.h5"),
+        )
+        assert new.origin == old.origin
+    assert network(1).numerics == numerics.VERSION  # negative control
 
 
 @pytest.mark.parametrize(
