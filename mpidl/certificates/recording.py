@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl.certificates import certificate, chain, images, settings, sources, states
+from mpidl.certificates import certificate, chain, images, settings, signing, sources, states
 from mpidl.errors import UserError
 from mpidl.files import json_object, on_rank_0, open_for_reading, sha256_of_file
 from mpidl.report import metrics
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mpidl.training.trainer import Trainer
 
 COMPLETE = (None, PATIENCE, OUTPUT_FUNCTION)  # reasons for the end of a run with its final network
-MODEL = "model.h5"
+SIGNATURE = certificate.FILE + signing.ENDING
 
 Record = dict[str, Any]
 
@@ -61,7 +61,7 @@ class Recorder:
         self.ends_with_training = True
         self.salt: bytes | None = None
         self.digests: dict[str, np.ndarray] = {}  # {name of a set: digests of its images}
-        self.kept: list[Record] = []  # all records, if the run may lose ranks
+        self.copies: list[Record] = []  # of all records, if the run may lose ranks
         self._trainer: Trainer
         self._start: Record = {}
         self._last: tuple[int, int] | None = None  # iteration and rollbacks of the last state
@@ -70,12 +70,14 @@ class Recorder:
     @staticmethod
     def written(folder: str) -> list[str]:
         """Return the paths of the files that a certified run may have in its folder."""
-        names = certificate.FILE, images.MANIFEST, images.SALT
+        names = certificate.FILE, SIGNATURE, images.MANIFEST, images.SALT
         return [os.path.join(folder, name) for name in names]
 
     def start(self, trainer: Trainer) -> None:
         """Digest the images, and record the start and the initial state. Collective."""
-        world, folder = trainer.world, _folder(trainer)
+        world, folder, key = trainer.world, _folder(trainer), trainer.options.certify_key
+        if key is not None:
+            on_rank_0(world, lambda: signing.check_key(key))
         earlier_start, self._last = on_rank_0(world, lambda: _earlier(trainer))
         self._trainer = trainer
         if trainer.options.certify == "private":
@@ -118,14 +120,14 @@ class Recorder:
         """After a loss of ranks, add the records that the lost rank 0 had not written."""
         position = trainer.position
         cut = metrics.Cut(position.iteration, trainer.validation.last_iteration)
-        kept, self.kept = [record for record in self.kept if cut.keeps(record)], []
+        copies, self.copies = [record for record in self.copies if cut.keeps(record)], []
         written = on_rank_0(trainer.world, lambda: list(map(_place, _records(trainer))))
-        for record in kept:
+        for record in copies:
             if _place(record) in written:
-                self.kept.append(record)
+                self.copies.append(record)
             else:
                 self._add(record)
-        self._last = _last_state(self.kept)
+        self._last = _last_state(self.copies)
         self._record_start(position.iteration)
 
     def end(self, trainer: Trainer) -> None:
@@ -157,13 +159,13 @@ class Recorder:
         return images.salt_of(folder, trainer.world)
 
     def _digests(self, trainer: Run, name: str, store: Datastore, bad_images: BadImages | None):
-        count, seen = len(store), 0
+        count, hashed = len(store), 0
         with trainer.console.stage(f"digests of the {name} images", count) as advance:
 
             def progress(images: int) -> None:
-                nonlocal seen
-                seen += images * trainer.world.size
-                advance(min(seen, count))
+                nonlocal hashed
+                hashed += images * trainer.world.size
+                advance(min(hashed, count))
 
             return images.digests(
                 store,
@@ -208,7 +210,7 @@ class Recorder:
         trainer = self._trainer
         if trainer.world.outlives_ranks:
             record = trainer.world.broadcast(record)
-            self.kept.append(record)
+            self.copies.append(record)
         trainer.writer.add(metrics.Metrics.record_certificate, record)
 
     def _write(self, test: Evaluation | None) -> None:
@@ -221,14 +223,19 @@ class Recorder:
 
         def write():
             folder = _folder(trainer)
-            subjects = {"weights": end["weights"]}
+            subjects = {certificate.WEIGHTS: end["weights"]}
             if not self.ends_with_training:
-                subjects[MODEL] = sha256_of_file(os.path.join(folder, MODEL))
+                model = os.path.join(folder, certificate.MODEL)
+                subjects[certificate.MODEL] = sha256_of_file(model)
             trainer.writer.raise_record_error()
             links = chain.build(_records(trainer), end)
             manifest = images.write_manifest(os.path.join(folder, images.MANIFEST), sets)
             path, salt = os.path.join(folder, certificate.FILE), images.salt_digest(self.salt)
+            with contextlib.suppress(FileNotFoundError):  # the signature of an earlier certificate
+                os.unlink(os.path.join(folder, SIGNATURE))
             certificate.write(path, links, subjects, manifest, salt)
+            if trainer.options.certify_key is not None:
+                signing.sign(path, trainer.options.certify_key)
 
         with trainer.console.stage("certificate"):
             trainer.writer.write(write)
@@ -349,8 +356,8 @@ def _earlier(trainer) -> tuple[Record | None, tuple[int, int] | None]:
 
 def _last_state(records):
     """Return the iteration and the rollbacks of the last state in records, or None."""
-    found = [record for record in records if record["kind"] == chain.PREFIX + chain.STATE]
-    return (found[-1]["iteration"], found[-1]["rollbacks"]) if found else None
+    recorded = [record for record in records if record["kind"] == chain.PREFIX + chain.STATE]
+    return (recorded[-1]["iteration"], recorded[-1]["rollbacks"]) if recorded else None
 
 
 def _place(record):

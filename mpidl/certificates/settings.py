@@ -87,8 +87,8 @@ def inputs_of(inputs: Mapping[str, Any]) -> dict[str, str]:
 
 def custom_parts(trainer: Run) -> list[str]:
     """Return the names of a run's hooks and output functions that are not parts of mpidl."""
-    names = []
-    for part in [*trainer.hooks.all, *trainer.options.output_functions]:
+    names, functions = [], trainer.options.output_functions
+    for part in [*trainer.hooks.all, *(functions if isinstance(functions, tuple) else ())]:
         kind = part if hasattr(part, "__qualname__") else type(part)
         if not kind.__module__.startswith("mpidl."):
             names.append(f"{kind.__module__}.{kind.__qualname__}")

@@ -48,8 +48,8 @@ def _sources() -> Iterator[tuple[str, str]]:
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     kernels = builds.kernels_folder()
     for folder, inner_folders, files in os.walk(package):
-        kept = (name for name in inner_folders if os.path.join(folder, name) != kernels)
-        inner_folders[:] = [name for name in kept if name != "__pycache__"]
+        omitted = {"__pycache__"} | ({"kernels"} if folder == package else set())
+        inner_folders[:] = [name for name in inner_folders if name not in omitted]
         for file in files:
             if file.endswith(PACKAGE_SUFFIXES):
                 path = os.path.join(folder, file)

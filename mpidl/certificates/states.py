@@ -55,13 +55,13 @@ def table_digests(tables: Tables) -> dict[str, str]:
     A run that validates after it was interrupted gets its best network later, so the records of
     validations have these tables.
     """
-    chosen = [name for name in tables if not name.endswith(tuple(BEST))]
-    nbytes = sum(np.asarray(a).nbytes for name in chosen for a in tables[name].values())
+    names = [name for name in tables if not name.endswith(tuple(BEST))]
+    nbytes = sum(np.asarray(a).nbytes for name in names for a in tables[name].values())
     if nbytes < LARGE:
-        return {name: table_digest(name, tables[name]) for name in chosen}
-    with ThreadPoolExecutor(len(chosen)) as threads:  # hashlib releases the interpreter's lock
-        digests = threads.map(lambda name: table_digest(name, tables[name]), chosen)
-        return dict(zip(chosen, digests, strict=True))
+        return {name: table_digest(name, tables[name]) for name in names}
+    with ThreadPoolExecutor(len(names)) as threads:  # hashlib releases the interpreter's lock
+        digests = threads.map(lambda name: table_digest(name, tables[name]), names)
+        return dict(zip(names, digests, strict=True))
 
 
 def table_digest(table: str, arrays: Mapping[str, np.ndarray]) -> str:

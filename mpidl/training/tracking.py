@@ -68,16 +68,16 @@ def requested(
 
 def classes() -> list[type[Any]]:
     """Return the classes of all recorders. Wings may be missing."""
-    found: list[type[Any]] = []
+    recorders: list[type[Any]] = []
     with contextlib.suppress(ModuleNotFoundError):
         from mpidl.trackers import load, names
 
-        found += map(load, names())
+        recorders += map(load, names())
     with contextlib.suppress(ModuleNotFoundError):
         from mpidl.certificates import recording
 
-        found.append(recording.Recorder)
-    return found
+        recorders.append(recording.Recorder)
+    return recorders
 
 
 def _requested_trackers(options, inputs, present):

@@ -18,7 +18,7 @@ from mpidl.errors import LostLock, NotFinite, UserError
 from mpidl.files import call_together, on_rank_0, reason
 from mpidl.ranks import hang_report
 from mpidl.report import Metrics, history, metrics, status
-from mpidl.report.run_files import CLASS_METRICS, CONFUSION, OPTIONS, SUMMARY
+from mpidl.report.run_files import BAD_IMAGES, CLASS_METRICS, CONFUSION, OPTIONS, SUMMARY
 from mpidl.training import tracking
 from mpidl.training.audit import audit
 from mpidl.training.files import checkpoint, lock_file
@@ -28,7 +28,7 @@ from mpidl.training.progress import Position
 if TYPE_CHECKING:
     from mpidl.training.session import Session
 
-BAD_IMAGES, TIMELINE = "bad-images.csv", "timeline.json.gz"
+TIMELINE = "timeline.json.gz"
 # A folder with one of these files belongs to a run.
 MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, metrics.FILE, status.NAME)
 # Files of an earlier run that a new run in the same folder removes, in addition to those of
