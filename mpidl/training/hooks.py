@@ -61,7 +61,10 @@ def check_hooks(hooks: Any) -> list[Any]:
 
 
 class Hooks:
-    """All hooks of a run. Each method, such as `step`, calls the hooks that have this method."""
+    """All hooks of a run. Each method, such as `step`, calls the hooks that have this method.
+
+    `all` is the list of the hooks.
+    """
 
     start: Callable[..., None]
     iteration: Callable[..., None]
@@ -72,7 +75,7 @@ class Hooks:
     lost: Callable[..., None]
 
     def __init__(self, hooks: Iterable[Any]) -> None:
-        hooks = list(hooks)
+        self.all = hooks = list(hooks)
         for event in EVENTS:
             # Hooks that write files are last in the list; `end` calls them first, before hooks
             # that announce the result.
@@ -260,7 +263,9 @@ def of_run(
         from mpidl.training.notebook_hook import NotebookHook
 
         hooks.append(NotebookHook(recorder))
-    hooks += [OutputFunctionsHook(), *user_hooks]
+    user_hooks = list(user_hooks)
+    at_checkpoints = [hook for hook in user_hooks if getattr(hook, "sees_state", False)]
+    hooks += [OutputFunctionsHook(), *(h for h in user_hooks if h not in at_checkpoints)]
     hooks += [balancer] if balancer is not None else []
     if options.on_bad_image == "skip":
         from mpidl.training.skipped_images import SkippedImagesHook
@@ -271,7 +276,7 @@ def of_run(
 
         hooks.append(AuditHook())
     hooks += [rollback] if rollback is not None else []
-    hooks += [RankTimesHook(), CheckpointHook(), StopFileHook()]
+    hooks += [RankTimesHook(), *at_checkpoints, CheckpointHook(), StopFileHook()]
     if options.plots != "none":
         hooks.append(PlotHook())
     if options.timeline:

@@ -18,7 +18,8 @@ from mpidl.errors import LostLock, NotFinite, UserError
 from mpidl.files import call_together, on_rank_0, reason
 from mpidl.ranks import hang_report
 from mpidl.report import Metrics, history, metrics, status
-from mpidl.report.run_files import CLASS_METRICS, CONFUSION, OPTIONS, SUMMARY
+from mpidl.report.run_files import BAD_IMAGES, CLASS_METRICS, CONFUSION, OPTIONS, SUMMARY
+from mpidl.training import tracking
 from mpidl.training.audit import audit
 from mpidl.training.files import checkpoint, lock_file
 from mpidl.training.files.background import BackgroundWriter
@@ -27,7 +28,7 @@ from mpidl.training.progress import Position
 if TYPE_CHECKING:
     from mpidl.training.session import Session
 
-BAD_IMAGES, TIMELINE = "bad-images.csv", "timeline.json.gz"
+TIMELINE = "timeline.json.gz"
 # A folder with one of these files belongs to a run.
 MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, metrics.FILE, status.NAME)
 # Files of an earlier run that a new run in the same folder removes, in addition to those of
@@ -107,7 +108,8 @@ def make_folder(out: str, resumed: str | None = None) -> None:
         _remove_run(out, paths)
     if resumed is None:
         return
-    for name in (metrics.FILE, *(name for tracker in _trackers() for name in tracker.copied)):
+    copied = (name for recorder in tracking.classes() for name in recorder.copied)
+    for name in (metrics.FILE, *copied):
         source, target = os.path.join(resumed, name), os.path.join(out, name)
         if os.path.isdir(source):
             shutil.copytree(source, target, dirs_exist_ok=True)
@@ -115,25 +117,16 @@ def make_folder(out: str, resumed: str | None = None) -> None:
             shutil.copyfile(source, target)
 
 
-def _trackers():
-    """Return the classes of all trackers, whose wing may be missing."""
-    try:
-        from mpidl.trackers import load, names
-    except ModuleNotFoundError:
-        return []
-    return [load(name) for name in names()]
-
-
 def _remove_run(out, paths):
-    """Remove the files of a run, including files of trackers; keep folders with other files."""
+    """Remove the files of a run, including files of recorders; keep folders with other files."""
     out = os.fspath(out)
-    tracked = [path for tracker in _trackers() for path in tracker.written(out)]
-    for path in [*paths, *tracked]:
+    recorded = [path for recorder in tracking.classes() for path in recorder.written(out)]
+    for path in [*paths, *recorded]:
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-    for folder in {os.path.dirname(path) for path in tracked} - {out}:
+    for folder in {os.path.dirname(path) for path in recorded} - {out}:
         with contextlib.suppress(OSError):  # the folder contains other files
             os.rmdir(folder)
 
