@@ -48,7 +48,9 @@ class Certificate(NamedTuple):
     salt : str or None
         SHA-256 of the salt, or None if the digests of the images have no salt.
     broken : str or None
-        Where the chain contradicts itself, or None.
+        The link whose digest the next link or the head contradicts, or None.
+    disorder : str or None
+        Where the links do not have the order of a run, or None.
     """
 
     path: str
@@ -59,6 +61,7 @@ class Certificate(NamedTuple):
     manifest: str
     salt: str | None
     broken: str | None
+    disorder: str | None
 
     def of_kind(self, kind: str) -> list[Link]:
         """Return the links of a kind. Starts have all entries."""
@@ -210,19 +213,20 @@ def _certificate(path, content, statement):
         head=head,
         manifest=predicate["manifest"]["sha256"],
         salt=predicate["salt"],
-        broken=contradiction(links, head),
+        broken=_broken(links, head),
+        disorder=next(iter(_disorder(links)), None),
     )
 
 
-def contradiction(links: Sequence[Link], head: str) -> str | None:
-    """Return where a chain contradicts itself: its digests, its order, its losses; or None."""
+def _broken(links, head):
+    """Return which link the next link or the head contradicts, or None."""
     if links[0]["previous"] != chain.FIRST:
         return f"{_name(links, 0)} is not the first of a chain"
     index = chain.broken(links, head)
     if index is not None:
         following = "the head" if index == len(links) - 1 else f"link {index + 1}"
         return f"{_name(links, index)} is not the link that {following} confirms"
-    return next(iter(_disorder(links)), None)
+    return None
 
 
 def _name(links, index):

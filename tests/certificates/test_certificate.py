@@ -25,7 +25,11 @@ def test_a_certificate_is_read_as_it_was_written(tmp_path):
     assert result.of_kind("start")[1]["options"] == certificate_files.START["options"]
     assert [link["losses"] for link in result.of_kind("state")] == [[], [2.25, None], [1.0]]
     assert result.end["returned_iteration"] == 2
-    assert (result.manifest, result.salt, result.broken) == (certificate_files.DIGESTS[9], None, None)
+    assert (result.manifest, result.salt, result.disorder) == (
+        certificate_files.DIGESTS[9],
+        None,
+        None,
+    )
 
 
 def test_any_validator_of_json_schema_accepts_the_file(tmp_path):
@@ -183,6 +187,7 @@ def losses_of(count):
 def test_a_chain_that_was_bound_anew_must_have_the_order_of_a_run(tmp_path, change, text):
     path = certificate_files.write(tmp_path)
     certificate_files.forge(path, lambda predicate: None)
-    assert certificate.read(path).broken is None
+    assert certificate.read(path).disorder is None
     certificate_files.forge(path, change)
-    assert text in certificate.read(path).broken
+    assert certificate.read(path).broken is None
+    assert text in certificate.read(path).disorder
