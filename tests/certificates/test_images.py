@@ -198,6 +198,34 @@ def test_the_root_is_that_of_rfc_6962():
     assert images.root(digests[[1, 0, 2]]) != images.root(digests[:3])
 
 
+def test_audit_paths_show_one_image_and_nothing_else():
+    digests = drawn(70, (32,))
+    for count in [*range(1, 18), 33, 64, 70]:
+        root = images.root(digests[:count])
+        for i in range(count):
+            path = images.proof(digests[:count], i)
+            assert len(path) <= (count - 1).bit_length()
+            digest = digests[i].tobytes()
+            assert images.check_proof(digest, i, count, path, root)
+            other = digests[69 - i].tobytes()
+            assert digest == other or not images.check_proof(other, i, count, path, root)
+            if count > 1:
+                assert not images.check_proof(digest, i ^ 1, count, path, root)
+                assert not images.check_proof(digest, i, count, path[:-1], root)
+            for wrong in ([*path, path[0] if path else "00"], ["xy", *path[1:]]):
+                assert not images.check_proof(digest, i, count, wrong, root)
+
+
+def test_an_audit_path_is_that_of_rfc_6962():
+    """The path of leaf 5 of 7 is leaf 4, the root of leaves 6..6 and that of 0..3 (2.1.3)."""
+    digests = drawn(7, (32,))
+    leaves = [row.tobytes() for row in digests]
+    parts = [leaves[4:5], leaves[6:], leaves[:4]]
+    assert images.proof(digests, 5) == [merkle_tree_hash(part).hex() for part in parts]
+    parts = [leaves[4:6], leaves[:4]]
+    assert images.proof(digests, 6) == [merkle_tree_hash(part).hex() for part in parts]
+
+
 def test_the_description_of_a_set_fits_json():
     pixels, labels = drawn(4), labels_of(4)
     digests = drawn(4, (32,))
