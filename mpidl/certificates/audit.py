@@ -178,13 +178,13 @@ class Auditor:
         self, signers: str | None = None, options: Mapping[str, str] | None = None
     ) -> None:
         """Check the certificate and the files beside it, but not the checkpoints."""
-        certificate, here = self.certificate, sources.arithmetic(self.world)
+        certificate, current = self.certificate, sources.arithmetic(self.world)
         self._check(checks.check_chain, certificate)
         self._check(checks.check_signature, certificate.path, signers)
         if certificate.disorder is not None:
             return
         self._check(checks.check_software, certificate)
-        self._check(checks.check_arithmetic, certificate, here)
+        self._check(checks.check_arithmetic, certificate, current)
         self._check(checks.check_model, certificate, self.folder)
         self._check(checks.check_options, certificate, options)
 
@@ -195,7 +195,7 @@ class Auditor:
         def check():
             if folder is not None and not os.path.isdir(folder):
                 raise UserError(f"--checkpoints {printable(folder)}: no such folder")
-            return checks.check_checkpoints(self.certificate, paths_of([place]))
+            return checks.check_checkpoints(self.certificate, paths_of(place))
 
         findings, points = on_rank_0(self.world, check)
         self.add(*findings)
@@ -249,7 +249,7 @@ class Auditor:
                     workers=options.workers,
                 )
             expected = manifest.digests.get(name)
-            self._check(checks.check_images, name, described, store, digests, expected)
+            self._check(checks.check_images, name, described, store, digests, expected, salt)
         for name in {"train", "validation"} - recorded.keys():
             if sets.get(name) is not None:
                 self.add(Finding("data", DIFFERENT, f"{name}: the run had no such images"))
@@ -412,8 +412,8 @@ class Auditor:
             )
         if signals.name is not None:
             raise Stopped(f"{signals.name}: the audit was stopped")
-        found = {name: metrics.number(getattr(scores, name)) for name in ("loss", "accuracy")}
-        pairs = [f"{n} is {v}, was {recorded[n]}" for n, v in found.items() if v != recorded[n]]
+        values = {name: metrics.number(getattr(scores, name)) for name in ("loss", "accuracy")}
+        pairs = [f"{n} is {v}, was {recorded[n]}" for n, v in values.items() if v != recorded[n]]
         text = ", ".join(pairs) or f"{len(test)} images"
         self.add(Finding("test", DIFFERENT if pairs else EQUAL, text))
 

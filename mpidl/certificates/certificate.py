@@ -238,7 +238,8 @@ def _name(links, index):
 def _disorder(links) -> Iterable[str]:
     missing = [name for name in START_ENTRIES if name not in links[0]]
     if links[0]["kind"] != chain.START or missing:
-        yield f"link 0: expected a start with all entries, found {links[0]['kind']}"
+        text = f" without {', '.join(missing)}" if links[0]["kind"] == chain.START else ""
+        yield f"link 0: expected a start with all entries, found {links[0]['kind']}{text}"
     iteration, last_state = 0, None
     for index, link in enumerate(links):
         name, kind = _name(links, index), link["kind"]

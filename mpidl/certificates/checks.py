@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpidl import numerics
-from mpidl.certificates import images, recording, replay, settings, signing, sources, states
+from mpidl.certificates import (
+    differences,
+    images,
+    recording,
+    replay,
+    settings,
+    signing,
+    sources,
+    states,
+)
 from mpidl.certificates.certificate import MANIFEST, MODEL, WEIGHTS, Certificate
 from mpidl.certificates.chain import START, STATE, Link
 from mpidl.certificates.replay import Point
@@ -100,25 +109,26 @@ def check_signature(path: str, signers: str | None) -> Finding:
 
 def check_software(certificate: Certificate) -> Finding:
     """Compare the version of the arithmetic, and the sources, with those of this mpidl."""
-    here, subject = sources.software(), "software"
+    current, subject = sources.software(), "software"
     names = {}
     for start in certificate.of_kind(START):
         software = start["software"]
         name = f"mpidl {software['mpidl']}, numerics {software['numerics']}"
         if software["numerics"] != numerics.VERSION:
-            return Finding(
-                subject,
-                DIFFERENT,
-                f"{name}; found mpidl {here['mpidl']}, numerics {numerics.VERSION}: install mpidl "
-                f"{software['mpidl']}, or another release with numerics {software['numerics']}",
+            text = (
+                f"{name}; this is mpidl {current['mpidl']}, numerics {numerics.VERSION}: install "
             )
+            text += f"mpidl {software['mpidl']}, or another with numerics {software['numerics']}"
+            return Finding(subject, DIFFERENT, text)
         names[software["sources"]] = name
     text = ", ".join(dict.fromkeys(names.values()))
-    if set(names) == {here["sources"]}:
+    if set(names) == {current["sources"]}:
         return Finding(subject, EQUAL, text)
-    others = ", ".join(short(digest) for digest in names if digest != here["sources"])
+    digests = ", ".join(short(digest) for digest in names if digest != current["sources"])
     return Finding(
-        subject, OTHER, f"{text}; its sources are {others}, here they are {short(here['sources'])}"
+        subject,
+        OTHER,
+        f"{text}; its sources are {digests}, here they are {short(current['sources'])}",
     )
 
 
@@ -132,19 +142,19 @@ def arithmetic_class(arithmetic: Mapping[str, Any]) -> str:
     return SAME_BYTES
 
 
-def check_arithmetic(certificate: Certificate, here: Mapping[str, Any]) -> Finding:
+def check_arithmetic(certificate: Certificate, current: Mapping[str, Any]) -> Finding:
     """Compare what the run computed with, and what this machine computes with."""
-    others = {}
+    advice: dict[str, str] = {}
     names = {}
     for start in certificate.of_kind(START):
         arithmetic = start["arithmetic"]
         name = _name_of(arithmetic)
         names[name] = None
-        if arithmetic_class(arithmetic) != arithmetic_class(here):
-            others[name] = _advice(arithmetic)
-    if others:
-        text = "; ".join(f"{name} ({advice})" for name, advice in others.items())
-        return Finding("arithmetic", OTHER, f"{text}; here {_name_of(here)}")
+        if arithmetic_class(arithmetic) != arithmetic_class(current):
+            advice[name] = _advice(arithmetic)
+    if advice:
+        text = "; ".join(f"{name} ({words})" for name, words in advice.items())
+        return Finding("arithmetic", OTHER, f"{text}; here {_name_of(current)}")
     return Finding("arithmetic", EQUAL, ", ".join(names))
 
 
@@ -214,7 +224,7 @@ def check_checkpoints(
     certificate: Certificate, paths: Iterable[str]
 ) -> tuple[list[Finding], list[Point]]:
     """Compare checkpoints with the states of a certificate; return the points to start from."""
-    findings, points, others = [], {}, 0
+    findings, points, between = [], {}, 0
     for path in paths:
         try:
             loaded = replay.load_covered(path, certificate)
@@ -222,22 +232,22 @@ def check_checkpoints(
             findings.append(Finding("checkpoints", DIFFERENT, str(error)))
             continue
         if loaded is None:
-            others += 1
+            between += 1
             continue
         iteration = loaded[1]["position"]["iteration"]
         if problem := _changed_options(certificate, iteration, loaded[1].get("options")):
             findings.append(Finding("options", DIFFERENT, f"{printable(path)}: {problem}"))
         points[iteration] = Point(iteration, path)
-    rest = f"; {others} between states of the certificate" if others else ""
+    rest = f"; {between} between states of the certificate" if between else ""
     if points:
-        text = f"{len(points)}, of iterations {_some(sorted(points))}{rest}"
+        text = f"{len(points)}, of iterations {_shortened(sorted(points))}{rest}"
         findings.append(Finding("checkpoints", EQUAL, text))
     elif not findings:
         findings.append(Finding("checkpoints", NONE, f"the certificate covers none{rest}"))
     return findings, [points[iteration] for iteration in sorted(points)]
 
 
-def _some(numbers: Sequence[int]) -> str:
+def _shortened(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers if len(numbers) < 9 else [*numbers[:4], "...", numbers[-1]]))
 
 
@@ -314,6 +324,7 @@ def check_images(
     store: Datastore,
     digests: np.ndarray,
     expected: np.ndarray | None,
+    salt: bytes | None,
 ) -> Finding:
     """Compare the images of a set with the certificate, and name those that differ.
 
@@ -324,9 +335,9 @@ def check_images(
     if current["root"] != described["root"]:
         problems = ["the digests differ, and there is no manifest to tell which"]
         if expected is not None:
-            problems = images.differences(expected, digests, store)
-    others = [key for key in current if key != "root" and current[key] != described[key]]
-    problems = [f"{key} is {current[key]}, was {described[key]}" for key in others] + problems
+            problems = differences.differences(expected, digests, store, salt, name)
+    keys = [key for key in current if key != "root" and current[key] != described[key]]
+    problems = [f"{key} is {current[key]}, was {described[key]}" for key in keys] + problems
     if problems:
         return Finding("data", DIFFERENT, f"{name}: {name_list(problems)}")
     return Finding("data", EQUAL, f"{name}: {len(store)} images, root {short(current['root'])}")

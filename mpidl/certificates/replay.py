@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Arrays = dict[str, dict[str, np.ndarray]]
 REACHED = "audit"  # the reason for which a replay stops; the network is then not finished
-KEPT = re.compile(r"[0-9]{8,}\.h5")  # names of kept checkpoints
+NAME = re.compile(r"[0-9]{8,}\.h5")  # of a checkpoint that a run keeps
 # Options that do not change the weights. A replay has the auditor's values, or these.
 NEUTRAL: dict[str, Any] = {
     "audit_every": 0,
@@ -102,17 +102,14 @@ class Difference(NamedTuple):
     text: str
 
 
-def paths_of(folders: Iterable[str]) -> list[str]:
-    """Return the paths of the checkpoints in folders of runs, and in their folder checkpoints/."""
+def paths_of(folder: str) -> list[str]:
+    """Return the paths of the checkpoints in the folder of a run, and in its checkpoints/."""
     paths = []
-    for folder in folders:
-        kept = os.path.join(folder, "checkpoints")
-        for place in (folder, kept):
-            names = sorted(os.listdir(place)) if os.path.isdir(place) else []
-            paths += [os.path.join(place, name) for name in names if KEPT.fullmatch(name)]
-        names = [checkpoint.CURRENT, checkpoint.PREVIOUS]
-        paths += [p for p in (os.path.join(folder, n) for n in names) if os.path.lexists(p)]
-    return paths
+    for place in (os.path.join(folder, checkpoint.KEPT), folder):
+        names = sorted(os.listdir(place)) if os.path.isdir(place) else []
+        paths += [os.path.join(place, name) for name in names if NAME.fullmatch(name)]
+    paths += [os.path.join(folder, name) for name in (checkpoint.CURRENT, checkpoint.PREVIOUS)]
+    return [path for path in paths if os.path.lexists(path)]
 
 
 def load_covered(path: str, certificate: Certificate) -> tuple[Arrays, dict[str, Any]] | None:
@@ -440,7 +437,7 @@ class Replay:
         arrays, facts = loaded
         validation = _validation_facts(self.certificate, arrays, facts, point)
         position = {**facts["position"], "seconds": 0.0}
-        return arrays, {"position": position, "validation": validation, **_kept_facts(facts)}
+        return arrays, {"position": position, "validation": validation, **_rollback_facts(facts)}
 
     def _train(self, start, resume, comparison):
         world, material = self.world, self.material
@@ -503,13 +500,13 @@ def _validation_facts(certificate, arrays, facts, point):
     return state
 
 
-def _kept_facts(facts):
+def _rollback_facts(facts):
     """Return the facts of the state to which a run rolls back, if the checkpoint has one."""
     try:
-        kept = facts["rollback"]
-        position = asdict(Position(**kept["position"]))
+        saved = facts["rollback"]
+        position = asdict(Position(**saved["position"]))
         if all(value is None or type(value) in (int, float) for value in position.values()):
-            return {"rollback": {"position": position, "validation": kept["validation"]}}
+            return {"rollback": {"position": position, "validation": saved["validation"]}}
     except (KeyError, TypeError):
         pass
     return {}
