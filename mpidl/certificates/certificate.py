@@ -25,6 +25,7 @@ MAX_BYTES = 256 << 20
 # The entries of the first start; later starts have those that have changed.
 START_ENTRIES = (
     *("software", "arithmetic", "options", "inputs", "network", "optimizer", "weights", "data"),
+    *("hooks", "sweep"),
 )
 
 

@@ -292,6 +292,8 @@ def start_entries(
         "optimizer": _plain(trainer.optimizer_spec),
         "weights": _weights(trainer.facts.get("weights_file"), earlier_start),
         "data": data,
+        "hooks": settings.custom_parts(trainer),
+        "sweep": trainer.facts.get("sweep"),
     }
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpidl import numerics
 from mpidl.backends.cpu import builds
-from mpidl.training.options.configuration import version_of
 
 if TYPE_CHECKING:
     from mpidl.ranks.world import World
@@ -24,8 +23,9 @@ KERNEL_FOLDERS = ("", "cuda")
 
 def software() -> dict[str, Any]:
     """Return the entry `software` of a start: version, numerics, and the hash of the sources."""
-    version = version_of("mpidl")
-    return {"mpidl": version, "numerics": numerics.VERSION, "sources": sources_sha256()}
+    origin = numerics.current()
+    versions = {"mpidl": origin["mpidl_version"], "numerics": origin["numerics"]}
+    return {**versions, "sources": sources_sha256()}
 
 
 @functools.cache

@@ -194,7 +194,8 @@ class Training:
     def train(self):
         """Train and test the network, and write the results; return the exit code."""
         world, session, lock = self.world, self.session, self.session.lock
-        files = {"weights_file": self.weights_file, "network_file": self.network_file}
+        facts = {"weights_file": self.weights_file, "network_file": self.network_file}
+        facts["sweep"] = self.typed.get("sweep") or (self.saved or {}).get("sweep")
         page_hooks = [_PageHook(self.page)] if "monitor" in self.typed else []
         with (
             session.active(self.recorders, self.signals),
@@ -207,7 +208,7 @@ class Training:
                 self.sets.train,
                 self.options,
                 [*self.recorders, self.status_hook, *page_hooks],
-                facts={"run": self.run, **{name: file for name, file in files.items() if file}},
+                facts={"run": self.run, **{name: value for name, value in facts.items() if value}},
             )
             return survival.attempt(
                 world, self._conclude, lambda: lost_ranks.restart_test(session, self.result)

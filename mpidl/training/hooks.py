@@ -202,11 +202,16 @@ class OutputFunctionsHook:
 
 
 class CheckpointHook:
-    """Writes checkpoints every `checkpoint_every` iterations, after each epoch and after a stop."""
+    """Writes checkpoints at the intervals of the options, after each epoch and after a stop."""
+
+    def start(self, trainer: Trainer) -> None:
+        if trainer.options.checkpoint_keep and not trainer.position.iteration:
+            trainer.save(wait=False)
 
     def step(self, trainer: Trainer) -> None:
-        interval = trainer.options.checkpoint_every
-        if interval and trainer.position.iteration % interval == 0 and not trainer.leaves_epoch:
+        options, iteration = trainer.options, trainer.position.iteration
+        intervals = filter(None, (options.checkpoint_every, options.checkpoint_keep))
+        if any(iteration % n == 0 for n in intervals) and not trainer.leaves_epoch:
             trainer.save(wait=False)
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
