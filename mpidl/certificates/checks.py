@@ -235,8 +235,15 @@ def check_checkpoints(
             between += 1
             continue
         iteration = loaded[1]["position"]["iteration"]
-        if problem := _changed_options(certificate, iteration, loaded[1].get("options")):
-            findings.append(Finding("options", DIFFERENT, f"{printable(path)}: {problem}"))
+        problems = {
+            "options": _changed_options(certificate, iteration, loaded[1].get("options")),
+            "network": _changed_layers(certificate, loaded[1]["network"]),
+        }
+        findings += [
+            Finding(subject, DIFFERENT, f"{printable(path)}: {text}")
+            for subject, text in problems.items()
+            if text is not None
+        ]
         points[iteration] = Point(iteration, path)
     rest = f"; {between} between states of the certificate" if between else ""
     if points:
@@ -343,22 +350,29 @@ def check_images(
     return Finding("data", EQUAL, f"{name}: {len(store)} images, root {short(current['root'])}")
 
 
-def check_network(certificate: Certificate, net: Network) -> Finding:
-    """Compare the layers of the network to train with those of the certificate."""
-    network = certificate.of_kind(START)[0]["network"]
-    expected, layers = network["layers"], recording.plain(net.spec())
-    shape = list(net.input_shape)
-    if shape != network["input_shape"]:
-        text = f"input shape is {shape}, was {network['input_shape']}"
-        return Finding("network", DIFFERENT, text)
+def _changed_layers(certificate: Certificate, layers: Any) -> str | None:
+    """Return how layers differ from those of the certificate, or None."""
+    expected = certificate.of_kind(START)[0]["network"]["layers"]
+    if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
+        return "it has no layers"
     for old, new in zip(expected, layers, strict=False):
         if old != new:
             keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
             values = [f"{key} is {new.get(key)}, was {old.get(key)}" for key in keys]
-            text = f"layer {old.get('name')}: {name_list(values)}"
-            return Finding("network", DIFFERENT, text)
+            return f"layer {old.get('name')}: {name_list(values)}"
     if len(expected) != len(layers):
-        text = f"it has {len(layers)} layers, in the certificate {len(expected)}"
+        return f"it has {len(layers)} layers, in the certificate {len(expected)}"
+    return None
+
+
+def check_network(certificate: Certificate, net: Network) -> Finding:
+    """Compare the layers of the network to train with those of the certificate."""
+    expected, shape = certificate.of_kind(START)[0]["network"], list(net.input_shape)
+    layers = recording.plain(net.spec())
+    text = _changed_layers(certificate, layers)
+    if shape != expected["input_shape"]:
+        text = f"input shape is {shape}, was {expected['input_shape']}"
+    if text is not None:
         return Finding("network", DIFFERENT, text)
     learnables = sum(array.size for array in net.parameters.values())
     return Finding("network", EQUAL, f"{len(layers)} layers, {learnables:,} learnables")
