@@ -293,8 +293,8 @@ def start_entries(
         "arithmetic": sources.arithmetic(trainer.world),
         "options": settings.options_of(trainer.options),
         "inputs": settings.inputs_of(trainer.facts.get("run", {})),
-        "network": _plain({"layers": net.spec(), "input_shape": net.input_shape, "loss": net.loss}),
-        "optimizer": _plain(trainer.optimizer_spec),
+        "network": plain({"layers": net.spec(), "input_shape": net.input_shape, "loss": net.loss}),
+        "optimizer": plain(trainer.optimizer_spec),
         "weights": _weights(trainer.facts.get("weights_file"), earlier_start),
         "data": data,
         "hooks": settings.custom_parts(trainer),
@@ -318,12 +318,12 @@ def _weights(file, earlier_start):
     return {"sha256": file["sha256"], "certificate": None}
 
 
-def _plain(value):
+def plain(value):
     """Return a value for JSON, in which infinite numbers and NaN are texts."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(v) for name, v in value.items()}
+        return {str(name): plain(v) for name, v in value.items()}
     if isinstance(value, list | tuple):
-        return list(map(_plain, value))
+        return list(map(plain, value))
     value = value.item() if isinstance(value, np.generic) else value
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
