@@ -70,7 +70,7 @@ class Recorder:
     @staticmethod
     def written(folder: str) -> list[str]:
         """Return the paths of the files that a certified run may have in its folder."""
-        names = certificate.FILE, SIGNATURE, images.MANIFEST, images.SALT
+        names = certificate.FILE, SIGNATURE, certificate.MANIFEST, images.SALT
         return [os.path.join(folder, name) for name in names]
 
     def start(self, trainer: Trainer) -> None:
@@ -82,12 +82,7 @@ class Recorder:
         self._trainer = trainer
         if trainer.options.certify == "private":
             self.salt = self._read_salt(trainer, folder, earlier_start is None)
-        sets = images_of(trainer)
-        self.digests = {name: self._digests(trainer, name, *sets[name]) for name in sets}
-        described = {
-            name: images.describe(store, self.digests[name]) for name, (store, _) in sets.items()
-        }
-        data = {"train": described["train"], "validation": described.get("validation")}
+        data = self._describe_images(trainer)
         if earlier_start is not None:
             _refuse_other_images(earlier_start["data"], data)
         self._start = on_rank_0(world, lambda: start_entries(trainer, data, earlier_start))
@@ -157,6 +152,16 @@ class Recorder:
         if not is_new and not on_rank_0(trainer.world, lambda: os.path.lexists(path)):
             raise UserError(f"{path}: expected the salt of the certificate of this run, found none")
         return images.salt_of(folder, trainer.world)
+
+    def _describe_images(self, trainer):
+        """Digest the images of the run, and return the entry `data`. Collective."""
+        described: dict[str, Any] = {"validation": None}
+        for name, (store, bad_images) in images_of(trainer).items():
+            digests = self._digests(trainer, name, store, bad_images)
+            described[name] = on_rank_0(trainer.world, lambda: images.describe(store, digests))  # noqa: B023
+            if trainer.world.rank == 0 or trainer.world.outlives_ranks:
+                self.digests[name] = digests
+        return described
 
     def _digests(self, trainer: Run, name: str, store: Datastore, bad_images: BadImages | None):
         count, hashed = len(store), 0
@@ -229,7 +234,7 @@ class Recorder:
                 subjects[certificate.MODEL] = sha256_of_file(model)
             trainer.writer.raise_record_error()
             links = chain.build(_records(trainer), end)
-            manifest = images.write_manifest(os.path.join(folder, images.MANIFEST), sets)
+            manifest = images.write_manifest(os.path.join(folder, certificate.MANIFEST), sets)
             path, salt = os.path.join(folder, certificate.FILE), images.salt_digest(self.salt)
             with contextlib.suppress(FileNotFoundError):  # the signature of an earlier certificate
                 os.unlink(os.path.join(folder, SIGNATURE))
