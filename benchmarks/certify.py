@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import input as input_benchmark
 from benchmarks import input_memory, machine, report, turns
-from mpidl.certificates import images
+from mpidl.certificates import certificate, images
 from mpidl.data import Datastore, ImageFolder, MinibatchQueue, PackedDatastore
 from mpidl.data.formats import packing
 from mpidl.errors import UserError
@@ -50,7 +50,7 @@ def measure_manifest(options: argparse.Namespace, folder: str) -> dict:
     """
     record, rows = {}, []
     for kind, store in _stores(options, folder).items():
-        times, size = _measure(options, store, os.path.join(folder, images.MANIFEST))
+        times, size = _measure(options, store, os.path.join(folder, certificate.MANIFEST))
         ratios = {
             side: report.median(np.divide(times[MANIFEST], times[side]))
             for side in (IN_ORDER, SHUFFLED)

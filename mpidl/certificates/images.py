@@ -24,7 +24,7 @@ from mpidl.files import call_together, on_rank_0, open_for_reading, write_whole
 from mpidl.files import unreadable as unreadable_file
 from mpidl.text import printable
 
-MANIFEST, SALT = "certificate-images.txt", "certificate-salt.txt"  # files in the folder of a run
+SALT = "certificate-salt.txt"  # in the folder of a run, for its owner and its auditors
 SIZE = 32  # bytes of a digest, and of a salt
 LINE = 2 * SIZE + 1  # bytes of a line with a digest
 CHUNK_BYTES = 2 << 20  # a thread reads images of about this size together
@@ -180,7 +180,7 @@ class ImageDigests:
         if len(rows):
             labels = [None] * len(rows) if chunk.labels is None else row_views(chunk.labels)
             images = zip(chunk.indices.tolist(), row_views(chunk.pixels), labels, strict=True)
-            joined = b"".join([self.digest(*image) for image in images])
+            joined = b"".join([self.digest(i, pixels, label) for i, pixels, label in images])
             out[rows] = np.frombuffer(joined, np.uint8).reshape(-1, SIZE)
 
     def digest(self, i: int, pixels: memoryview, label: memoryview | None) -> bytes:
@@ -245,11 +245,9 @@ def _levels(digests):
 
 def _hash_rows(first, rows):
     """Return the SHA-256 of the byte `first` and each row (n, width), uint8, as (n, 32)."""
-    data = np.insert(rows, 0, first[0], axis=1).tobytes()
+    data, sha256 = np.insert(rows, 0, first[0], axis=1).tobytes(), hashlib.sha256
     width = rows.shape[1] + 1
-    hashed = [
-        hashlib.sha256(data[start : start + width]).digest() for start in range(0, len(data), width)
-    ]
+    hashed = [sha256(data[i : i + width]).digest() for i in range(0, len(data), width)]
     return np.frombuffer(b"".join(hashed), np.uint8).reshape(-1, SIZE)
 
 

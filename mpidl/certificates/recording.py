@@ -70,7 +70,7 @@ class Recorder:
     @staticmethod
     def written(folder: str) -> list[str]:
         """Return the paths of the files that a certified run may have in its folder."""
-        names = certificate.FILE, SIGNATURE, images.MANIFEST, images.SALT
+        names = certificate.FILE, SIGNATURE, certificate.MANIFEST, images.SALT
         return [os.path.join(folder, name) for name in names]
 
     def start(self, trainer: Trainer) -> None:
@@ -234,7 +234,7 @@ class Recorder:
                 subjects[certificate.MODEL] = sha256_of_file(model)
             trainer.writer.raise_record_error()
             links = chain.build(_records(trainer), end)
-            manifest = images.write_manifest(os.path.join(folder, images.MANIFEST), sets)
+            manifest = images.write_manifest(os.path.join(folder, certificate.MANIFEST), sets)
             path, salt = os.path.join(folder, certificate.FILE), images.salt_digest(self.salt)
             with contextlib.suppress(FileNotFoundError):  # the signature of an earlier certificate
                 os.unlink(os.path.join(folder, SIGNATURE))
