@@ -105,7 +105,7 @@ class Difference(NamedTuple):
 def paths_of(folder: str) -> list[str]:
     """Return the paths of the checkpoints in the folder of a run, and in its checkpoints/."""
     paths = []
-    for place in (os.path.join(folder, checkpoint.KEPT), folder):
+    for place in (os.path.join(folder, checkpoint.KEEP_FOLDER), folder):
         names = sorted(os.listdir(place)) if os.path.isdir(place) else []
         paths += [os.path.join(place, name) for name in names if NAME.fullmatch(name)]
     paths += [os.path.join(folder, name) for name in (checkpoint.CURRENT, checkpoint.PREVIOUS)]

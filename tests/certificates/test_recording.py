@@ -89,9 +89,9 @@ def test_states_are_those_of_the_checkpoints(world, tmp_path):
     train(world, other, **options, seed=5, net=dl.Network(small().layers, (1, 6, 6), seed=5))
     recorded = states_of(out)
     assert list(recorded) == [0, 2, 3, 4, 6]
-    kept = checkpoint.kept(out)
-    assert list(kept) == [0, 2, 4, 6]
-    for iteration, path in kept.items():
+    paths = checkpoint.kept_paths(out)
+    assert list(paths) == [0, 2, 4, 6]
+    for iteration, path in paths.items():
         rollbacks, tables, progress = recorded[iteration]
         assert (tables, progress) == digests_of_file(path) and rollbacks == 0
         assert states.table_digests(model_file.read(path)[0]) == tables
@@ -147,10 +147,10 @@ def test_a_checker_of_in_toto_accepts_the_statement(world, tmp_path):
 
 def test_a_resumed_run_has_the_states_of_an_uninterrupted_one(world, tmp_path):
     """Interrupted in the middle of an epoch and at a validation, and resumed in another folder."""
-    whole, part, moved = (folder_of(world, tmp_path, name) for name in ("whole", "part", "moved"))
+    expected, part, moved = (folder_of(world, tmp_path, name) for name in "abc")
     options = {"validation": pictures(20), "validation_frequency": 2, "checkpoint_keep": 2}
     options |= {"output_network": "best-validation"}
-    train(world, whole, **options)
+    train(world, expected, **options)
 
     class Stop:
         def step(self, trainer):
@@ -161,8 +161,8 @@ def test_a_resumed_run_has_the_states_of_an_uninterrupted_one(world, tmp_path):
     assert result.stopped == "SIGUSR1"
     assert not Path(part, "certificate.json").exists()
     train(world, moved, resume=part, **options)
-    assert states_of(moved) == states_of(whole)
-    assert list(checkpoint.kept(moved)) == [0, 2, 4, 6]
+    assert states_of(moved) == states_of(expected)
+    assert list(checkpoint.kept_paths(moved)) == [0, 2, 4, 6]
     starts = certificate.read(moved).of_kind("start")
     assert [start["iteration"] for start in starts] == [0, 5]
     assert starts[0]["hooks"][0].endswith("Stop") and starts[1]["hooks"] == []
@@ -191,7 +191,7 @@ def test_a_rollback_rewinds_the_chain_and_the_kept_checkpoints(world, tmp_path):
     recorded = states_of(out)
     assert list(recorded) == list(range(10))
     assert [rollbacks for rollbacks, *_ in recorded.values()] == [0] * 4 + [1] * 6
-    for iteration, path in checkpoint.kept(out).items():
+    for iteration, path in checkpoint.kept_paths(out).items():
         assert recorded[iteration][1:] == digests_of_file(path)
         with_rollback = {"rollback_learnables", "rollback_state"} <= set(recorded[iteration][1])
         assert with_rollback == (iteration % PER_EPOCH != 0)
@@ -306,8 +306,8 @@ def test_texts_of_options_have_no_paths():
 def test_the_augmenter_of_a_program():
     augmenter = dl.Augmenter(reflect_x=True, rotation=5, shear_x=(0, 3), crop=(5, 6), fill=(1, 2))
     texts = settings.options_of(dl.TrainingOptions(augmenter=augmenter))
-    again = settings.options_from(json.loads(json.dumps(texts)))
-    assert again.augmenter == augmenter
+    parsed = settings.options_from(json.loads(json.dumps(texts)))
+    assert parsed.augmenter == augmenter
     with pytest.raises(UserError, match="augmenter: expected the parameters of an Augmenter"):
         settings.options_from({"augmenter": "[1]"})
 

@@ -17,8 +17,8 @@ from mpidl.certificates import certificate, signing, states
 from mpidl.training.files import checkpoint, model_file
 
 SLOW = pytest.mark.slow("jobs")
-EVERY = 3  # iterations between states, and between kept checkpoints
-CERTIFY = ["--certify", "--certify-every", EVERY, "--checkpoint-keep", 2 * EVERY]
+INTERVAL = 3  # iterations between states, and between kept checkpoints
+CERTIFY = ["--certify", "--certify-every", INTERVAL, "--checkpoint-keep", 2 * INTERVAL]
 # Augmentation, mixing, an average of the weights, and the best network, all of which are stateful.
 WORDS = [
     *("--flip", "x", "--translate", 1, "--mixup", 0.2, "--shuffle", "every-epoch"),
@@ -37,9 +37,9 @@ def validations_of(out):
 
 def assert_kept(out):
     """Assert that the states of the certificate are those of the checkpoints that the run kept."""
-    recorded, kept = jobs.states(out), checkpoint.kept(out)
-    assert list(kept) == [i for i in recorded if i % (2 * EVERY) == 0]
-    for iteration, path in kept.items():
+    recorded, paths = jobs.states(out), checkpoint.kept_paths(out)
+    assert list(paths) == [i for i in recorded if i % (2 * INTERVAL) == 0]
+    for iteration, path in paths.items():
         tables, _ = model_file.read(path)
         assert states.table_digests(tables) == recorded[iteration]["tables"]
 
@@ -82,9 +82,9 @@ def test_killed_twice_and_resumed_on_other_ranks(pictures, tmp_path, precision):
         "model.h5": hashlib.sha256((out / "model.h5").read_bytes()).hexdigest(),
     }
     # A negative control: another seed has other states.
-    jobs.train(2, pictures, other, *words, "--seed", 1, "--max-iterations", EVERY)
+    jobs.train(2, pictures, other, *words, "--seed", 1, "--max-iterations", INTERVAL)
     assert jobs.states(other)[0]["tables"] != jobs.states(out)[0]["tables"]
-    assert jobs.states(other)[EVERY]["progress"] != jobs.states(out)[EVERY]["progress"]
+    assert jobs.states(other)[INTERVAL]["progress"] != jobs.states(out)[INTERVAL]["progress"]
 
 
 def test_the_end_of_a_command(pictures, tmp_path):

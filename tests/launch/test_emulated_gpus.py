@@ -69,7 +69,7 @@ def test_training_on_several_ranks(ranks, options, env, single, pictures, tmp_pa
     assert jobs.summary(tmp_path)["ranks"] == ranks
     expected, recorded = (jobs.states(folder) for folder in (single, tmp_path))
     assert recorded == expected and list(recorded) == [0, 2, 3, 4]
-    for iteration, path in checkpoint.kept(tmp_path).items():
+    for iteration, path in checkpoint.kept_paths(tmp_path).items():
         digests = states.table_digests(model_file.read(path)[0])
         assert digests == recorded[iteration]["tables"]
 

@@ -113,16 +113,17 @@ class Walk:
 
     def look_at_kept(self, label, iteration, may_leave_part):
         """Record problems of the kept checkpoint, which a run that resumes from it must have."""
-        kept = {path.name: path.read_bytes() for path in self.folder.glob(f"{checkpoint.KEPT}/*")}
-        leftover = {name for name in kept if name.endswith(".part")}
-        contents = [content for name, content in kept.items() if name not in leftover]
+        folder = self.folder / checkpoint.KEEP_FOLDER
+        files = {path.name: path.read_bytes() for path in folder.glob("*")}
+        leftover = {name for name in files if name.endswith(".part")}
+        contents = [content for name, content in files.items() if name not in leftover]
         is_due = self.function is keep and iteration == 9
         if contents not in ([self.generations[9]], [] if not is_due else None):
-            self.problems.append(f"{label}: {iteration} is loaded, and {list(kept)} are kept")
+            self.problems.append(f"{label}: {iteration} is loaded, and {list(files)} are kept")
         if leftover and not may_leave_part:
             self.problems.append(f"{label}: {leftover}")
         keep(self.folder)  # removes what is left over
-        names = [path.name for path in self.folder.glob(f"{checkpoint.KEPT}/*")]
+        names = [path.name for path in folder.glob("*")]
         if names != ["00000009.h5"]:
             self.problems.append(f"{label}: {names} after the next save")
 

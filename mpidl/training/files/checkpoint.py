@@ -26,7 +26,7 @@ from mpidl.text import printable
 from mpidl.training.files import model_file
 
 CURRENT, PREVIOUS = "checkpoint.h5", "checkpoint-previous.h5"
-KEPT = "checkpoints"  # folder of the checkpoints that a run keeps
+KEEP_FOLDER = "checkpoints"  # folder of the checkpoints that a run keeps
 
 
 def save(
@@ -86,13 +86,13 @@ def write(
 
 def path_of(folder: str | os.PathLike[str], iteration: int) -> str:
     """Return the path of a checkpoint that a run keeps."""
-    return os.path.join(folder, KEPT, f"{iteration:08d}.h5")
+    return os.path.join(folder, KEEP_FOLDER, f"{iteration:08d}.h5")
 
 
-def kept(folder: str | os.PathLike[str]) -> dict[int, str]:
+def kept_paths(folder: str | os.PathLike[str]) -> dict[int, str]:
     """Return {iteration: path} of the checkpoints that a run has kept, in their order."""
     try:
-        names = sorted(os.listdir(os.path.join(folder, KEPT)))
+        names = sorted(os.listdir(os.path.join(folder, KEEP_FOLDER)))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     numbers = (int(name[:-3]) for name in names if re.fullmatch(r"[0-9]{8,}\.h5", name))
@@ -102,7 +102,7 @@ def kept(folder: str | os.PathLike[str]) -> dict[int, str]:
 
 def remove_kept(folder: str | os.PathLike[str], after: int) -> None:
     """Remove the kept checkpoints of later iterations, which the run will write again."""
-    for iteration, path in kept(folder).items():
+    for iteration, path in kept_paths(folder).items():
         if iteration > after:
             try:
                 os.unlink(path)

@@ -108,7 +108,7 @@ def make_folder(out: str, resumed: str | None = None) -> None:
         _remove_run(out, paths)
     if resumed is None:
         return
-    for iteration, path in checkpoint.kept(resumed).items():
+    for iteration, path in checkpoint.kept_paths(resumed).items():
         link_or_copy(path, checkpoint.path_of(out, iteration))
     copied = (name for recorder in tracking.classes() for name in recorder.copied)
     for name in (metrics.FILE, *copied):
@@ -123,7 +123,7 @@ def _remove_run(out, paths):
     """Remove the files of a run, including files of recorders; keep folders with other files."""
     out = os.fspath(out)
     recorded = [path for recorder in tracking.classes() for path in recorder.written(out)]
-    recorded += checkpoint.kept(out).values()
+    recorded += checkpoint.kept_paths(out).values()
     for path in [*paths, *recorded]:
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)

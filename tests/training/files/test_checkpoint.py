@@ -244,11 +244,11 @@ def test_kept_checkpoints(folder, monkeypatch):
     assert not os.path.samefile(last, folder / checkpoint.CURRENT)
     save(50, None)
     assert first.read_bytes() == content
-    assert checkpoint.kept(folder) == {20: str(first), 40: str(last)}
+    assert checkpoint.kept_paths(folder) == {20: str(first), 40: str(last)}
     assert sorted(os.listdir(folder / "checkpoints")) == [first.name, last.name]
     assert_tables(model_file.read(last)[0], 40)
     checkpoint.remove_kept(folder, after=20)
-    assert list(checkpoint.kept(folder)) == [20]
+    assert list(checkpoint.kept_paths(folder)) == [20]
 
 
 def test_a_full_disk(folder):
@@ -306,8 +306,8 @@ def test_a_kept_checkpoint_is_whole_whichever_system_call_fails_or_kills(tmp_pat
     assert report["problems"] == []
     assert report["old"] and report["new"] and report["no current"]
     order = [name for name in report["calls"] if name in ("fsync", "link", "rename")]
-    kept = ["fsync", "link", "rename", "fsync"]
-    assert order[-8:] == [*kept, "rename", "fsync", "rename", "fsync"]
+    link = ["fsync", "link", "rename", "fsync"]  # before the renames of other saves
+    assert order[-8:] == [*link, "rename", "fsync", "rename", "fsync"]
 
 
 def test_a_save_that_is_not_safe_is_noticed(tmp_path):
