@@ -37,6 +37,7 @@ BENCHMARKS = {
     "monitor": "epochs with the live page open, against epochs without it",
     "logging": "the cost of metrics, event files for TensorBoard and the monitor",
     "saves": "the cost of writing checkpoints and plots during a training run",
+    "certify": "the cost of a certificate, against reading the images",
     "large_batch": "the accuracy at several batch sizes, for the same images",
     "time_to_accuracy": "the time to reach an accuracy, against PyTorch with the same recipe",
     "memory": "whether the memory of a rank stays the same in a long training",
@@ -94,6 +95,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "monitor": _add_monitor,
         "logging": _add_logging,
         "saves": _add_saves,
+        "certify": _add_certify,
         "memory": _add_memory,
         "large_batch": _add_large_batch,
         "time_to_accuracy": _add_time_to_accuracy,
@@ -258,6 +260,21 @@ def _add_saves(parser, command):
         ("batch-size", 32, "images per mini-batch"),
         ("threads", 1, "threads of each rank"),
         ("iterations", 20, "steps per turn"),
+        ROUNDS,
+    )
+
+
+def _add_certify(parser, command):
+    parts = ["manifest"]
+    text = f"parts of the benchmark ({','.join(parts)})"
+    parser.text("--parts", "NAME,...", text, default=parts, type=_names("--parts", parts))
+    _add_counts(
+        parser,
+        ("images", 1_300_000, "small packed images of the manifest"),
+        ("side", 32, "height and width of the small images in pixels"),
+        ("files", 500, "packed JPEG files of the manifest"),
+        ("file-side", 224, "height and width of the JPEG files in pixels"),
+        ("workers", 1, "threads that read and decode"),
         ROUNDS,
     )
 

@@ -2,6 +2,7 @@ from mpidl import data as data
 from mpidl import nn as nn
 from mpidl import ops as ops
 from mpidl.backends import configure as configure
+from mpidl.certificates.audit import audit as audit
 from mpidl.core import keyed as keyed
 from mpidl.core.blocks import Batch as Batch
 from mpidl.core.blocks import Blocked as Blocked

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Callable
@@ -268,6 +269,7 @@ def write_whole(
     aside: str | os.PathLike | None = None,
     confirm: Callable[[], object] = lambda: None,
     mode: int = 0o666,
+    also: str | os.PathLike | None = None,
 ) -> None:
     """Write a file completely, or leave the previous file unchanged if the write fails.
 
@@ -284,6 +286,8 @@ def write_whole(
         nothing more is written or renamed.
     mode : int
         Permissions of the file, without those that the process's umask denies.
+    also : str, optional
+        A second path for the file, which `link_or_copy` makes before the file gets its own path.
 
     Raises
     ------
@@ -303,6 +307,8 @@ def write_whole(
             file.flush()
             os.fsync(file.fileno())
         confirm()
+        if also is not None:
+            link_or_copy(part, also)
         if aside is not None:
             os.replace(path, aside)
             sync_folder(folder)
@@ -312,6 +318,31 @@ def write_whole(
         with contextlib.suppress(OSError):
             os.unlink(part)
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def link_or_copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Give a file that never changes a second path, which replaces a file of an earlier time.
+
+    The second path is a hard link, or names a copy if the file system has no hard links. Its folder
+    is created if it is missing. Raises OSError if this fails; `target` is then unchanged.
+    """
+    folder, name = os.path.split(os.path.abspath(target))
+    os.makedirs(folder, exist_ok=True)
+    part = os.path.join(folder, f".{name}.part")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(part)
+    try:
+        try:
+            os.link(source, part)
+        except OSError:
+            shutil.copyfile(source, part)
+            with open(part, "rb") as file:
+                os.fsync(file.fileno())
+        os.replace(part, target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # a link to the file that `target` names stays
+            os.unlink(part)
+    sync_folder(folder)
 
 
 def _is_special(path):

@@ -49,7 +49,11 @@ WINGS = {  # {folder in mpidl/, with dots: wing}
         command="report",
         summary="Show the results of runs, or write a page about them",
     ),
-    "certificates": Wing(purpose="certificates of training runs, and their audits"),
+    "certificates": Wing(
+        purpose="certificates of training runs, and their audits",
+        command="audit",
+        summary="Check a certified run, and replay parts of it",
+    ),
     "backends.gpu": Wing(purpose="computing on GPUs"),
     "data.storage": Wing(purpose="images in object stores, such as s3:// and https://"),
     "trackers": Wing(purpose="records of runs for TensorBoard, MLflow and other programs"),

@@ -42,6 +42,7 @@ USES = {
 # For each wing without a command, a command that uses it.
 TRAINING_WITH = {
     "backends.gpu": ("train", "--max-iterations", "1", "--device", "gpu"),
+    "certificates": ("train", "--max-iterations", "1", "--certify"),
     "data.storage": ("train", "--data", "s3://bucket/images"),
     "trackers": ("train", "--max-iterations", "1", "--tensorboard"),
 }

@@ -25,6 +25,7 @@ MAX_BYTES = 256 << 20
 # The entries of the first start; later starts have those that have changed.
 START_ENTRIES = (
     *("software", "arithmetic", "options", "inputs", "network", "optimizer", "weights", "data"),
+    *("hooks", "sweep"),
 )
 
 
@@ -48,7 +49,9 @@ class Certificate(NamedTuple):
     salt : str or None
         SHA-256 of the salt, or None if the digests of the images have no salt.
     broken : str or None
-        Where the chain contradicts itself, or None.
+        The link whose digest the next link or the head contradicts, or None.
+    disorder : str or None
+        Where the links do not have the order of a run, or None.
     """
 
     path: str
@@ -59,6 +62,7 @@ class Certificate(NamedTuple):
     manifest: str
     salt: str | None
     broken: str | None
+    disorder: str | None
 
     def of_kind(self, kind: str) -> list[Link]:
         """Return the links of a kind. Starts have all entries."""
@@ -124,15 +128,15 @@ def read(path: str | os.PathLike[str]) -> Certificate:
         If the file is missing, damaged, too large or not a certificate.
     """
     path = locate(path)
-    shown = printable(path)
-    validators = _library(shown)
+    path_text = printable(path)
+    validators = _library(path_text)
     try:
         with open_for_reading(path) as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise unreadable(path, error) from None
     if len(content) > MAX_BYTES:
-        raise UserError(f"{shown}: expected a certificate of at most {MAX_BYTES >> 20} MB")
+        raise UserError(f"{path_text}: expected a certificate of at most {MAX_BYTES >> 20} MB")
     try:
         statement = json.loads(
             content.decode(),
@@ -145,15 +149,15 @@ def read(path: str | os.PathLike[str]) -> Certificate:
             return _certificate(path, content, statement)
     except (ValueError, RecursionError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-    raise UserError(f"{shown}: not a certificate: {problem}")
+    raise UserError(f"{path_text}: not a certificate: {problem}")
 
 
-def _library(shown):
+def _library(path_text):
     try:
         return importlib.import_module("jsonschema.validators")
     except ImportError:
         raise UserError(
-            f"{shown}: expected the package jsonschema, which is not installed "
+            f"{path_text}: expected the package jsonschema, which is not installed "
             f"({pip_install('audit')})"
         ) from None
 
@@ -210,19 +214,20 @@ def _certificate(path, content, statement):
         head=head,
         manifest=predicate["manifest"]["sha256"],
         salt=predicate["salt"],
-        broken=contradiction(links, head),
+        broken=_broken(links, head),
+        disorder=next(iter(_disorder(links)), None),
     )
 
 
-def contradiction(links: Sequence[Link], head: str) -> str | None:
-    """Return where a chain contradicts itself: its digests, its order, its losses; or None."""
+def _broken(links, head):
+    """Return which link the next link or the head contradicts, or None."""
     if links[0]["previous"] != chain.FIRST:
         return f"{_name(links, 0)} is not the first of a chain"
     index = chain.broken(links, head)
     if index is not None:
         following = "the head" if index == len(links) - 1 else f"link {index + 1}"
         return f"{_name(links, index)} is not the link that {following} confirms"
-    return next(iter(_disorder(links)), None)
+    return None
 
 
 def _name(links, index):
@@ -233,7 +238,8 @@ def _name(links, index):
 def _disorder(links) -> Iterable[str]:
     missing = [name for name in START_ENTRIES if name not in links[0]]
     if links[0]["kind"] != chain.START or missing:
-        yield f"link 0: expected a start with all entries, found {links[0]['kind']}"
+        text = f" without {', '.join(missing)}" if links[0]["kind"] == chain.START else ""
+        yield f"link 0: expected a start with all entries, found {links[0]['kind']}{text}"
     iteration, last_state = 0, None
     for index, link in enumerate(links):
         name, kind = _name(links, index), link["kind"]

@@ -144,10 +144,10 @@ class Training:
             resume_changes.refuse_changes(self.saved, now, f"the run in {self.typed['resume']}")
 
     def prepare_folder(self):
-        """Open the trackers and the live page, and lock the folder of the run."""
-        self.trackers = tracking.requested(self.options, self.run)
-        for tracker in self.trackers:
-            tracker.ends_with_training = False
+        """Open the recorders and the live page, and lock the folder of the run."""
+        self.recorders = tracking.requested(self.options, self.run, test_images=self.sets.test)
+        for recorder in self.recorders:
+            recorder.ends_with_training = False
         self.page = live_page.open_page(self.world, self.typed.get("monitor"), "--monitor")
         self.title = pretrained.title(self.run)
         self.session.make_folder(self.title)
@@ -194,10 +194,11 @@ class Training:
     def train(self):
         """Train and test the network, and write the results; return the exit code."""
         world, session, lock = self.world, self.session, self.session.lock
-        files = {"weights_file": self.weights_file, "network_file": self.network_file}
+        facts = {"weights_file": self.weights_file, "network_file": self.network_file}
+        facts["sweep"] = self.typed.get("sweep") or (self.saved or {}).get("sweep")
         page_hooks = [_PageHook(self.page)] if "monitor" in self.typed else []
         with (
-            session.active(self.trackers, self.signals),
+            session.active(self.recorders, self.signals),
             # The page must close after the status hook to show the final status.
             live_page.served(self.page, self.out, session.console.line),
             status_hooks.StatusHook(self.out, world, lock) as self.status_hook,
@@ -206,8 +207,8 @@ class Training:
                 self.net,
                 self.sets.train,
                 self.options,
-                [*self.trackers, self.status_hook, *page_hooks],
-                facts={"run": self.run, **{name: file for name, file in files.items() if file}},
+                [*self.recorders, self.status_hook, *page_hooks],
+                facts={"run": self.run, **{name: value for name, value in facts.items() if value}},
             )
             return survival.attempt(
                 world, self._conclude, lambda: lost_ranks.restart_test(session, self.result)
@@ -235,7 +236,7 @@ class Training:
         """Say how to continue the run that a signal or a user has stopped."""
         console = self.session.console
         self.status_hook.status.stopped = stopped
-        problem = tracking.concluded(self.trackers, self.world, None, state=status.STOPPED)
+        problem = tracking.concluded(self.recorders, self.world, None, state=status.STOPPED)
         console.close()
         if problem is not None:
             console.line(f"warning: {problem}")
@@ -252,7 +253,7 @@ class Training:
             console.line(line)
         with console.stage("writing the results"):
             on_rank_0(world, self._write_results)
-            problem = tracking.concluded(self.trackers, world, self.out, self.test)
+            problem = tracking.concluded(self.recorders, world, self.out, self.test)
         console.finish(self.out, self.result.train_seconds, self.test)
         console.line(f"weights_sha256: {model_file.weights_sha256(self.net)}")
         if upload is not None:

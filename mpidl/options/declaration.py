@@ -29,7 +29,10 @@ else:
 
 Options = TypeVar("Options")
 
-ON_OFF = ("on", "off")  # options with these choices also accept True and False in Python and TOML
+ON_OFF = ("on", "off")
+# In Python and TOML, False selects one of these choices if the flag may stand without a value, and
+# True the value of this flag.
+FALSE = ("off", "none")
 Size: TypeAlias = str | int | Sequence[int] | None  # "224x192", 224 or (224, 192)
 Resume: TypeAlias = Literal["free", "fixed", "up"]
 
@@ -241,8 +244,8 @@ def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> 
         return None
     if rule.allow_function and callable(value):
         return value
-    if rule.choices == ON_OFF and isinstance(value, bool):
-        value = "on" if value else "off"
+    if isinstance(value, bool) and rule.bare in rule.choices:
+        value = rule.bare if value else next(name for name in FALSE if name in rule.choices)
     several = value if isinstance(value, list | tuple) else [value]
     if rule.separator and all(map(_is_number, several)):
         converted = rule.separator.join(map(str, several))

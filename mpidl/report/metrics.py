@@ -3,6 +3,8 @@
 There is a record per iteration, epoch and validation. At the end of a run, a record of the kind
 "final_validation" has the scores of the returned network. About every two seconds, a record of the
 kind "ranks" has the times of each rank. A record of the kind "lost" tells which ranks were lost.
+Records of the kinds "certificate_start", "certificate_state" and "certificate_validation" become
+the certificate of the run (mpidl/certificates/README.md).
 """
 
 import contextlib
@@ -31,7 +33,7 @@ class Cut(NamedTuple):
         """Return the last iteration whose record of this kind is kept."""
         if kind == "final_validation":
             return -1
-        return min(self) if kind == "validation" else self.iteration
+        return min(self) if kind.endswith("validation") else self.iteration
 
     def keeps(self, record: Mapping[str, Any]) -> bool:
         """Return whether a record is kept, because the run will not write it again."""
@@ -105,6 +107,10 @@ class Metrics:
         """
         position = {"kind": "lost", "epoch": int(epoch), "iteration": int(iteration)}
         self._append({**position, **facts})
+
+    def record_certificate(self, record: Mapping[str, Any]) -> None:
+        """Append a record of a certificate, with "kind" and "iteration"."""
+        self._append(record)
 
     def _append(self, record):
         if self.file is None:

@@ -27,7 +27,7 @@ from mpidl.report.status import FAILED, FINISHED, Status, parse
 from mpidl.report.status import NAME as STATUS
 
 OPTIONS, SUMMARY, CONFUSION = "options.toml", "summary.json", "confusion.csv"
-CLASS_METRICS = "class-metrics.csv"
+CLASS_METRICS, BAD_IMAGES = "class-metrics.csv", "bad-images.csv"
 TIMES = (
     "input",
     "compute",

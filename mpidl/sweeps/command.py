@@ -233,6 +233,11 @@ class Command:
     def _prepare(self, group, folder):
         """Record and print the start of a trial, and return the arguments for mpidl.train."""
         typed = {**folder.options, "out": folder.path}
+        typed["sweep"] = {
+            "file": self.sweep.sha256,
+            "trial": folder.number,
+            "trials": len(self.all),
+        }
         verb = "starts"
         if folder.can_resume():
             typed["resume"], verb = folder.path, "continues"

@@ -12,7 +12,7 @@ import numpy as np
 from mpidl.core import keyed
 from mpidl.data.urls import Settings, check_url
 from mpidl.errors import UserError
-from mpidl.files import read_toml
+from mpidl.files import read_toml, sha256_of_file
 from mpidl.options.declaration import at_least, check_value, declared, rule_of
 from mpidl.text import did_you_mean
 from mpidl.training.options.configuration import DECLARED
@@ -39,6 +39,7 @@ class Sweep(NamedTuple):
     trials: list[Options]  # for each trial, the options that vary, which override `train`
     varied: list[str]  # names of the options that vary, in the order of the file
     folds: int | None = None  # number of folds of a cross-validation
+    sha256: str = ""  # of the file
 
     def options(self, index: int) -> Options:
         """Return all options of a trial, given its index from 0."""
@@ -87,7 +88,7 @@ def read(path: str | os.PathLike[str]) -> Sweep:
             if isinstance(value, str):
                 check_url(value, f"{path}: {name}")
     varied = list(dict.fromkeys(name for trial in trials for name in trial))
-    return Sweep(path, train, trials, varied, folds)
+    return Sweep(path, train, trials, varied, folds, sha256_of_file(path))
 
 
 def _folds(path, tables):

@@ -61,7 +61,10 @@ def check_hooks(hooks: Any) -> list[Any]:
 
 
 class Hooks:
-    """All hooks of a run. Each method, such as `step`, calls the hooks that have this method."""
+    """All hooks of a run. Each method, such as `step`, calls the hooks that have this method.
+
+    `all` is the list of the hooks.
+    """
 
     start: Callable[..., None]
     iteration: Callable[..., None]
@@ -72,7 +75,7 @@ class Hooks:
     lost: Callable[..., None]
 
     def __init__(self, hooks: Iterable[Any]) -> None:
-        hooks = list(hooks)
+        self.all = hooks = list(hooks)
         for event in EVENTS:
             # Hooks that write files are last in the list; `end` calls them first, before hooks
             # that announce the result.
@@ -199,11 +202,16 @@ class OutputFunctionsHook:
 
 
 class CheckpointHook:
-    """Writes checkpoints every `checkpoint_every` iterations, after each epoch and after a stop."""
+    """Writes checkpoints at the intervals of the options, after each epoch and after a stop."""
+
+    def start(self, trainer: Trainer) -> None:
+        if trainer.options.checkpoint_keep and not trainer.position.iteration:
+            trainer.save(wait=False)
 
     def step(self, trainer: Trainer) -> None:
-        interval = trainer.options.checkpoint_every
-        if interval and trainer.position.iteration % interval == 0 and not trainer.leaves_epoch:
+        options, iteration = trainer.options, trainer.position.iteration
+        intervals = filter(None, (options.checkpoint_every, options.checkpoint_keep))
+        if any(iteration % n == 0 for n in intervals) and not trainer.leaves_epoch:
             trainer.save(wait=False)
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
@@ -260,7 +268,9 @@ def of_run(
         from mpidl.training.notebook_hook import NotebookHook
 
         hooks.append(NotebookHook(recorder))
-    hooks += [OutputFunctionsHook(), *user_hooks]
+    user_hooks = list(user_hooks)
+    at_checkpoints = [hook for hook in user_hooks if getattr(hook, "sees_state", False)]
+    hooks += [OutputFunctionsHook(), *(h for h in user_hooks if h not in at_checkpoints)]
     hooks += [balancer] if balancer is not None else []
     if options.on_bad_image == "skip":
         from mpidl.training.skipped_images import SkippedImagesHook
@@ -271,7 +281,7 @@ def of_run(
 
         hooks.append(AuditHook())
     hooks += [rollback] if rollback is not None else []
-    hooks += [RankTimesHook(), CheckpointHook(), StopFileHook()]
+    hooks += [RankTimesHook(), *at_checkpoints, CheckpointHook(), StopFileHook()]
     if options.plots != "none":
         hooks.append(PlotHook())
     if options.timeline:

@@ -450,8 +450,11 @@ class Run:
         if self.writer.out is None:
             return
         self.wait()
+        interval = self.options.checkpoint_keep
+        is_kept = interval > 0 and self.position.iteration % interval == 0
         with self._apart("checkpoint"):
             tables, facts = run_state.collect(self)
-            self.writer.save(tables, self.position, facts, self.optimizer.learning_rate)
+            rate = self.optimizer.learning_rate
+            self.writer.save(tables, self.position, facts, rate, keep=is_kept)
             if wait:
                 self.writer.wait()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.files import write_whole
-from mpidl.training.files.run_folder import BAD_IMAGES
+from mpidl.report.run_files import BAD_IMAGES
 from mpidl.training.progress import EpochSummary
 
 if TYPE_CHECKING:

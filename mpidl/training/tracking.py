@@ -1,7 +1,7 @@
-"""The trackers that the options of a run request, and the end of their records.
+"""The records of a run that its options request, and their end: trackers, and the certificate.
 
-Trackers are a wing, which is imported only if an option requests one. All ranks call them, but only
-rank 0 imports the tracker's library and writes.
+Trackers and certificates are wings, which are imported only if an option requests them. All ranks
+call their hooks, but only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -9,22 +9,43 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpidl.errors import UserError
 from mpidl.report.status import FINISHED
 
 if TYPE_CHECKING:
+    from mpidl.data.datastore import Datastore
     from mpidl.evaluation.evaluate import Evaluation
     from mpidl.ranks.world import World
-    from mpidl.trackers.base import Tracker
     from mpidl.training.options.training_options import TrainingOptions
 
 
+class Recorder(Protocol):
+    """A hook that records a run: a `Tracker`, or the recorder of a certificate.
+
+    `Tracker` documents the attributes and the methods.
+    """
+
+    ends_with_training: bool
+
+    def conclude(
+        self,
+        world: World,
+        folder: str | None,
+        test: Evaluation | None = None,
+        state: str = FINISHED,
+    ) -> None:
+        """End the record of a run after its test."""
+
+
 def requested(
-    options: TrainingOptions, run: Mapping[str, Any] | None = None, present: Iterable[object] = ()
-) -> list[Tracker]:
-    """Return the trackers that options request, except those of a class that `present` has.
+    options: TrainingOptions,
+    run: Mapping[str, Any] | None = None,
+    present: Iterable[object] = (),
+    test_images: Datastore | None = None,
+) -> list[Recorder]:
+    """Return the recorders that options request, except trackers of a class that `present` has.
 
     Parameters
     ----------
@@ -34,7 +55,32 @@ def requested(
         The inputs of a command, with the keys "mlflow" and "wandb".
     present : iterable
         The hooks of the run.
+    test_images : Datastore, optional
+        The images that the caller will test the network on.
     """
+    recorders: list[Recorder] = [*_requested_trackers(options, run or {}, present)]
+    if options.certify != "none":
+        from mpidl.certificates import recording
+
+        recorders.append(recording.Recorder(test_images))
+    return recorders
+
+
+def classes() -> list[type[Any]]:
+    """Return the classes of all recorders. Wings may be missing."""
+    recorders: list[type[Any]] = []
+    with contextlib.suppress(ModuleNotFoundError):
+        from mpidl.trackers import load, names
+
+        recorders += map(load, names())
+    with contextlib.suppress(ModuleNotFoundError):
+        from mpidl.certificates import recording
+
+        recorders.append(recording.Recorder)
+    return recorders
+
+
+def _requested_trackers(options, inputs, present):
     texts: dict[str, str | None] = {}
     for word in filter(None, map(str.strip, (options.track or "").split(","))):
         name, equals, text = word.partition("=")
@@ -43,7 +89,6 @@ def requested(
         texts[name] = text if equals else None
     if options.tensorboard == "on":
         texts["tensorboard"] = None
-    inputs = run or {}
     texts |= {name: inputs[name] for name in ("mlflow", "wandb") if inputs.get(name) is not None}
     if not texts:
         return []
@@ -62,20 +107,20 @@ def requested(
 
 
 def concluded(
-    trackers: Iterable[Tracker],
+    recorders: Iterable[Recorder],
     world: World,
     folder: str | None,
     test: Evaluation | None = None,
     state: str = FINISHED,
 ) -> UserError | None:
-    """Conclude the records of all trackers, and return the first error, if any. Collective.
+    """Conclude the records of all recorders, and return the first error, if any. Collective.
 
     The other arguments are the same as for `Tracker.conclude`.
     """
     first_error = None
-    for tracker in trackers:
+    for recorder in recorders:
         try:
-            tracker.conclude(world, folder, test, state)
+            recorder.conclude(world, folder, test, state)
         except UserError as error:
             first_error = first_error or error
     return first_error
@@ -83,7 +128,7 @@ def concluded(
 
 @contextlib.contextmanager
 def abandoned_on_error(hooks: Iterable[Any]) -> Iterator[None]:
-    """Mark the trackers' records of a run as failed if the block raises an exception."""
+    """Mark the recorders' records of a run as failed if the block raises an exception."""
     try:
         yield
     except BaseException:

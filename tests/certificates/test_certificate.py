@@ -14,18 +14,22 @@ from mpidl.errors import UserError
 
 def test_a_certificate_is_read_as_it_was_written(tmp_path):
     path = certificate_files.write(tmp_path)
-    found = certificate.read(tmp_path)
-    assert found == certificate.read(path)
-    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert found.subjects == {
+    result = certificate.read(tmp_path)
+    assert result == certificate.read(path)
+    assert result.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert result.subjects == {
         "weights": certificate_files.DIGESTS[7],
         "model.h5": certificate_files.DIGESTS[8],
     }
-    assert [link["ranks"] for link in found.of_kind("start")] == [2, 3]
-    assert found.of_kind("start")[1]["options"] == certificate_files.START["options"]
-    assert [link["losses"] for link in found.of_kind("state")] == [[], [2.25, None], [1.0]]
-    assert found.end["returned_iteration"] == 2
-    assert (found.manifest, found.salt, found.broken) == (certificate_files.DIGESTS[9], None, None)
+    assert [link["ranks"] for link in result.of_kind("start")] == [2, 3]
+    assert result.of_kind("start")[1]["options"] == certificate_files.START["options"]
+    assert [link["losses"] for link in result.of_kind("state")] == [[], [2.25, None], [1.0]]
+    assert result.end["returned_iteration"] == 2
+    assert (result.manifest, result.salt, result.disorder) == (
+        certificate_files.DIGESTS[9],
+        None,
+        None,
+    )
 
 
 def test_any_validator_of_json_schema_accepts_the_file(tmp_path):
@@ -127,8 +131,8 @@ def test_layers_that_are_nested_deeply_are_refused(tmp_path):
     nested = "[" * depth + "]" * depth
     text = path.read_text().replace('"type": "Dense"', f'"type": {nested}')
     path.write_text(text)
-    found = certificate.read(path)  # if it is accepted, its digests are compared
-    assert found.broken and found.broken.startswith("link 0 ")
+    result = certificate.read(path)  # if it is accepted, its digests are compared
+    assert result.broken and result.broken.startswith("link 0 ")
 
 
 def test_missing_files_pipes_and_large_files_are_refused(tmp_path, monkeypatch):
@@ -154,12 +158,12 @@ def test_a_changed_link_is_a_finding(tmp_path):
     certificate_files.changed(path, put(1, 2, "epoch"))
     assert certificate.read(path).broken is None  # the value is the same
     certificate_files.changed(path, put(2, 2, "epoch"))
-    found = certificate.read(path).broken
-    assert found == "link 2 (state, iteration 2) is not the link that link 3 confirms"
+    result = certificate.read(path).broken
+    assert result == "link 2 (state, iteration 2) is not the link that link 3 confirms"
     certificate_files.changed(path, put(certificate_files.DIGESTS[0], 6, "weights"))
     certificate_files.changed(path, put(1, 2, "epoch"))
-    found = certificate.read(path).broken
-    assert found == "link 6 (end, iteration 3) is not the link that the head confirms"
+    result = certificate.read(path).broken
+    assert result == "link 6 (end, iteration 3) is not the link that the head confirms"
 
 
 def losses_of(count):
@@ -183,6 +187,7 @@ def losses_of(count):
 def test_a_chain_that_was_bound_anew_must_have_the_order_of_a_run(tmp_path, change, text):
     path = certificate_files.write(tmp_path)
     certificate_files.forge(path, lambda predicate: None)
-    assert certificate.read(path).broken is None
+    assert certificate.read(path).disorder is None
     certificate_files.forge(path, change)
-    assert text in certificate.read(path).broken
+    assert certificate.read(path).broken is None
+    assert text in certificate.read(path).disorder

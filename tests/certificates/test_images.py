@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from mpidl.certificates import images
-from mpidl.data import ArrayDatastore, ImageFolder, PackedDatastore
+from mpidl.data import ArrayDatastore, ImageFolder, PackedDatastore, open_data
 from mpidl.data.formats import packing
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.loading.cache import NodeCache
@@ -89,7 +89,7 @@ def test_large_images_are_read_in_several_chunks_and_threads(world, monkeypatch)
 
 
 def test_the_format_of_the_files_does_not_matter(world, on_root):
-    """A folder, a pack of pixels and one of files have the same digests, which PIL confirms."""
+    """Files, packs, arrays and remote files have the same digests, which PIL confirms."""
     folder = os.path.join(on_root, "photos")
     if world.rank == 0:
         for i, image in enumerate(drawn(11, (3, 8, 8))):
@@ -99,6 +99,9 @@ def test_the_format_of_the_files_does_not_matter(world, on_root):
         for kind in ("decoded", "encoded"):
             path = os.path.join(on_root, f"{kind}.h5")
             packing.pack({"train": ImageFolder(folder)}, path, images=kind)
+        files = ImageFolder(folder)
+        pixels = files.read(np.arange(11))
+        np.savez(os.path.join(on_root, "photos.npz"), images=pixels, labels=files.labels)
     world.barrier()
     expected = []
     for number, name in enumerate(CLASSES):
@@ -106,10 +109,9 @@ def test_the_format_of_the_files_does_not_matter(world, on_root):
             pixels = np.asarray(Image.open(os.path.join(folder, name, file))).transpose(2, 0, 1)
             label = np.array(number, "<i8")
             expected.append(expected_digest(pixels, label, i=len(expected)))
-    stores = [ImageFolder(folder)]
-    stores += [
-        PackedDatastore(os.path.join(on_root, f"{kind}.h5")) for kind in ("decoded", "encoded")
-    ]
+    packs = [os.path.join(on_root, f"{kind}.h5") for kind in ("decoded", "encoded")]
+    stores = [ImageFolder(folder), *map(PackedDatastore, packs)]
+    stores += [open_data(path, world)[0] for path in (f"{folder}.npz", f"file://{folder}")]
     for store in stores:
         assert hexadecimal(images.digests(store, world, SALT, "train")) == expected
 
@@ -196,6 +198,34 @@ def test_the_root_is_that_of_rfc_6962():
         expected = merkle_tree_hash([row.tobytes() for row in digests[:count]]).hex()
         assert images.root(digests[:count]) == expected
     assert images.root(digests[[1, 0, 2]]) != images.root(digests[:3])
+
+
+def test_audit_paths_show_one_image_and_nothing_else():
+    digests = drawn(70, (32,))
+    for count in [*range(1, 18), 33, 64, 70]:
+        root = images.root(digests[:count])
+        for i in range(count):
+            path = images.proof(digests[:count], i)
+            assert len(path) <= (count - 1).bit_length()
+            digest = digests[i].tobytes()
+            assert images.check_proof(digest, i, count, path, root)
+            other = digests[69 - i].tobytes()
+            assert digest == other or not images.check_proof(other, i, count, path, root)
+            if count > 1:
+                assert not images.check_proof(digest, i ^ 1, count, path, root)
+                assert not images.check_proof(digest, i, count, path[:-1], root)
+            for damaged in ([*path, path[0] if path else "00"], ["xy", *path[1:]]):
+                assert not images.check_proof(digest, i, count, damaged, root)
+
+
+def test_an_audit_path_is_that_of_rfc_6962():
+    """The path of leaf 5 of 7 is leaf 4, the root of leaves 6..6 and that of 0..3 (2.1.3)."""
+    digests = drawn(7, (32,))
+    leaves = [row.tobytes() for row in digests]
+    parts = [leaves[4:5], leaves[6:], leaves[:4]]
+    assert images.proof(digests, 5) == [merkle_tree_hash(part).hex() for part in parts]
+    parts = [leaves[4:6], leaves[:4]]
+    assert images.proof(digests, 6) == [merkle_tree_hash(part).hex() for part in parts]
 
 
 def test_the_description_of_a_set_fits_json():

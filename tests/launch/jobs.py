@@ -161,6 +161,17 @@ def iterations(out):
     return [record["iteration"] for record in metrics(out) if record["kind"] == "iteration"]
 
 
+def states(out):
+    """Return {iteration: state} of the certificate of a run, without bonds between states."""
+    chain = json.loads((out / "certificate.json").read_text())["predicate"]["chain"]
+    names = "epoch", "rollbacks", "tables", "progress", "losses"
+    return {
+        state["iteration"]: {name: state[name] for name in names}
+        for state in chain
+        if state["kind"] == "state"
+    }
+
+
 def rehash(path):
     """Return the SHA-256 of the weights in a model file, computed only with h5py.
 

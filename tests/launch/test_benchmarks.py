@@ -159,6 +159,19 @@ def test_logging(bench):
     assert all(ratio["median"] > 0 for ratio in record["ratios"].values())
 
 
+@pytest.mark.slow("jobs")
+def test_certify(bench):
+    words = ["--images", 300, "--side", 8, "--files", 3, "--file-side", 32, "--rounds", 1]
+    stdout, record = bench("certify", *words)
+    sets = record["manifest"]
+    assert list(sets) == ["300 decoded images of 3x8x8", "3 encoded images of 3x32x32"]
+    for count, figures in zip((300, 3), sets.values(), strict=True):
+        assert figures["bytes"] == len(f"# train {count}\n") + 65 * count
+        assert all(len(seconds) == 1 for seconds in figures["seconds"].values())
+        assert min(figures["ratios"].values()) > 0
+    assert stdout.count("times as long as a reading in order") == 2
+
+
 @pytest.mark.slow("saves")
 def test_saves(bench):
     words = ["--network", "cifar", "--batch-size", 16, "--rounds", 1, "--iterations", 2]

@@ -7,9 +7,13 @@ import tomli_w
 import trace_events
 from launcher import mpirun
 
+from mpidl.certificates import states
+from mpidl.training.files import checkpoint, model_file
+
 EMULATED = str(jobs.ROOT) + "/tests/launch/emulated.py"
 NETWORK = jobs.network("convolutions")
 SLOW = pytest.mark.slow("gpu")
+CERTIFY = ["--certify", "--certify-every", 2, "--checkpoint-keep", 3]
 # Many buckets go out during backward, and each of their values exceeds the limit of GATHERED.
 BUCKETS = {"EMULATED_BUCKET": "256", "EMULATED_GATHERED": "16"}
 CUDA_AWARE = {"EMULATED_GPUS": "4", "MPIDL_TRANSPORT": "mpi"}
@@ -30,7 +34,7 @@ def train(ranks, data, out, *options, network=NETWORK, check=0, **env):
 def single(pictures, tmp_path_factory):
     """Return the folder of a run on one rank, with 3 mini-batches of 50 images and one of 39."""
     out = tmp_path_factory.mktemp("single")
-    train(1, pictures, out, "--epochs", 1)
+    train(1, pictures, out, "--epochs", 1, *CERTIFY)
     return out
 
 
@@ -60,9 +64,14 @@ def single(pictures, tmp_path_factory):
     ],
 )
 def test_training_on_several_ranks(ranks, options, env, single, pictures, tmp_path):
-    train(ranks, pictures, tmp_path, "--epochs", 1, *options, **env)
+    train(ranks, pictures, tmp_path, "--epochs", 1, *CERTIFY, *options, **env)
     jobs.assert_same_end(single, tmp_path)
     assert jobs.summary(tmp_path)["ranks"] == ranks
+    expected, recorded = (jobs.states(folder) for folder in (single, tmp_path))
+    assert recorded == expected and list(recorded) == [0, 2, 3, 4]
+    for iteration, path in checkpoint.kept_paths(tmp_path).items():
+        digests = states.table_digests(model_file.read(path)[0])
+        assert digests == recorded[iteration]["tables"]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ START = {
     "optimizer": None,
     "weights": None,
     "data": {"train": IMAGES, "validation": None},
+    "hooks": [],
+    "sweep": {"file": DIGESTS[0], "trial": 2, "trials": 3},
 }
 
 

@@ -114,6 +114,11 @@ int rename(const char *from, const char *to)
     return below(from) && hits("rename") ? fails() : REAL(rename)(from, to);
 }
 
+int link(const char *from, const char *to)
+{
+    return below(from) && hits("link") ? fails() : REAL(link)(from, to);
+}
+
 int unlink(const char *path)
 {
     return below(path) && hits("unlink") ? fails() : REAL(unlink)(path);

@@ -33,9 +33,15 @@ def arguments(iteration):
     return {"learnables": {"a.weight": weights}}, {**FACTS, "iteration": iteration}
 
 
-def save(folder, iteration=9):
+def save(folder, iteration=9, keep=None):
     """Write a checkpoint as a training run does."""
-    BackgroundWriter().save(str(folder), *arguments(iteration), str(folder / "metrics.jsonl"))
+    path = str(folder / "metrics.jsonl")
+    BackgroundWriter().save(str(folder), *arguments(iteration), path, keep=keep)
+
+
+def keep(folder, iteration=9):
+    """Write a checkpoint that the run keeps."""
+    save(folder, iteration, keep=iteration)
 
 
 def careless(folder, iteration=9):
@@ -48,7 +54,7 @@ def careless(folder, iteration=9):
         raise UserError(f"{folder}: cannot be written") from problem
 
 
-SAVES = {"save": save, "careless": careless}
+SAVES = {"save": save, "keep": keep, "careless": careless}
 
 
 class Walk:
@@ -81,7 +87,7 @@ class Walk:
 
     def look(self, label, may_leave_part):
         """Record problems of the files after a fault, and after the next successful save."""
-        files = {path.name: path.read_bytes() for path in self.folder.iterdir()}
+        files = {path.name: path.read_bytes() for path in self.folder.iterdir() if path.is_file()}
         current, previous = (files.get(name) for name in NAMES)
         lines: list = []
         try:
@@ -97,12 +103,29 @@ class Walk:
         leftover = set(files) - {*NAMES, "metrics.jsonl"}
         if iteration not in (8, 9) or len(lines) > 1 or (leftover and not may_leave_part):
             self.problems.append(f"{label}: {iteration} is loaded, {lines}, {leftover}")
+        self.look_at_kept(label, iteration, may_leave_part)
         save(self.folder, 10)
-        left = sorted(path.name for path in self.folder.iterdir())
+        left = sorted(path.name for path in self.folder.iterdir() if path.is_file())
         if left != sorted([*NAMES, "metrics.jsonl"]):
             self.problems.append(f"{label}: {left} after the next save")
         if (self.folder / checkpoint.CURRENT).read_bytes() != self.generations[10]:
             self.problems.append(f"{label}: the next save is wrong")
+
+    def look_at_kept(self, label, iteration, may_leave_part):
+        """Record problems of the kept checkpoint, which a run that resumes from it must have."""
+        folder = self.folder / checkpoint.KEEP_FOLDER
+        files = {path.name: path.read_bytes() for path in folder.glob("*")}
+        leftover = {name for name in files if name.endswith(".part")}
+        contents = [content for name, content in files.items() if name not in leftover]
+        is_due = self.function is keep and iteration == 9
+        if contents not in ([self.generations[9]], [] if not is_due else None):
+            self.problems.append(f"{label}: {iteration} is loaded, and {list(files)} are kept")
+        if leftover and not may_leave_part:
+            self.problems.append(f"{label}: {leftover}")
+        keep(self.folder)  # removes what is left over
+        names = [path.name for path in folder.glob("*")]
+        if names != ["00000009.h5"]:
+            self.problems.append(f"{label}: {names} after the next save")
 
     def errors(self, name):
         """Make call 1, 2, ... of a save fail. Return the calls of the last save."""

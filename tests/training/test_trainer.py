@@ -72,10 +72,10 @@ def test_the_speed_leaves_out_validations_and_checkpoints(world, tmp_path, monke
     slept = []
 
     def slow(function):
-        def call(*arguments):
+        def call(*arguments, **keywords):
             time.sleep(0.05)
             slept.append(0.05)
-            return function(*arguments)
+            return function(*arguments, **keywords)
 
         return call
 

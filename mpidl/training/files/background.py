@@ -72,6 +72,7 @@ class BackgroundWriter:
         facts: Mapping[str, Any],
         metrics: str,
         claim: tuple[str, str] | None = None,
+        keep: int | None = None,
     ) -> None:
         """Write a checkpoint from a copy of the arrays.
 
@@ -84,6 +85,8 @@ class BackgroundWriter:
         claim : (folder, token), optional
             The lock that this run must still hold when the new file replaces checkpoint.h5. The run
             may be suspended while it writes, and another job may take over the folder meanwhile.
+        keep : int, optional
+            The iteration of a checkpoint that the run keeps; see `checkpoint.write`.
 
         Raises
         ------
@@ -100,6 +103,7 @@ class BackgroundWriter:
             "folder": os.fsdecode(folder),
             "metrics": os.fsdecode(metrics),
             "claim": claim,
+            "keep": keep,
         }
         if nbytes > SMALL and not self.process:
             self._start()
@@ -256,7 +260,7 @@ def _save(job, tables, attributes):
             lock_file.confirm(*job["claim"])
 
     _flush(job["metrics"])
-    checkpoint.write(job["folder"], tables, attributes, confirm)
+    checkpoint.write(job["folder"], tables, attributes, confirm, job["keep"])
 
 
 def _flush(path):

@@ -1,15 +1,18 @@
-"""Save and load checkpoints: the current checkpoint.h5 and checkpoint-previous.h5.
+"""Save and load checkpoints: checkpoint.h5, checkpoint-previous.h5, and those that a run keeps.
 
 Each checkpoint is a complete HDF5 file (see `model_file`) with everything that a run needs to
 resume on any number of ranks. At any time, at least one of the two files can be loaded, because
 `save` has three steps. It writes and flushes the new file under a temporary name, renames
-checkpoint.h5 to checkpoint-previous.h5, and then renames the new file to checkpoint.h5.
+checkpoint.h5 to checkpoint-previous.h5, and then renames the new file to checkpoint.h5. If the run
+keeps the checkpoint, the new file gets its second path before that, so a run that resumes from
+checkpoint.h5 has all checkpoints that it keeps up to this iteration.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,11 +21,12 @@ import numpy as np
 
 from mpidl import numerics
 from mpidl.errors import UserError
-from mpidl.files import stamp, write_whole
+from mpidl.files import reason, stamp, write_whole
 from mpidl.text import printable
 from mpidl.training.files import model_file
 
 CURRENT, PREVIOUS = "checkpoint.h5", "checkpoint-previous.h5"
+KEEP_FOLDER = "checkpoints"  # folder of the checkpoints that a run keeps
 
 
 def save(
@@ -62,19 +66,48 @@ def write(
     arrays: Mapping[str, Mapping[str, np.ndarray]],
     attributes: Mapping[str, Any],
     confirm: Callable[[], object] = lambda: None,
+    keep: int | None = None,
 ) -> None:
     """Write a checkpoint like `save`, with attributes that `attributes_of` returned.
 
     `confirm` is called just before the new file replaces checkpoint.h5. If `confirm` raises an
-    exception, the existing checkpoints are unchanged.
+    exception, the existing checkpoints are unchanged. `keep` is the iteration of a checkpoint that
+    the run also keeps.
     """
     global _written
     current = os.path.join(folder, CURRENT)
     # A checkpoint.h5 that a crash damaged must not replace a complete previous checkpoint.
     is_known = _written is not None and _identity(current) == _written
     previous = os.path.join(folder, PREVIOUS) if is_known or _is_whole(current) else None
-    write_whole(current, model_file.pack(arrays, attributes), previous, confirm)
+    also = None if keep is None else path_of(folder, keep)
+    write_whole(current, model_file.pack(arrays, attributes), previous, confirm, also=also)
     _written = _identity(current)
+
+
+def path_of(folder: str | os.PathLike[str], iteration: int) -> str:
+    """Return the path of a checkpoint that a run keeps."""
+    return os.path.join(folder, KEEP_FOLDER, f"{iteration:08d}.h5")
+
+
+def kept_paths(folder: str | os.PathLike[str]) -> dict[int, str]:
+    """Return {iteration: path} of the checkpoints that a run has kept, in their order."""
+    try:
+        names = sorted(os.listdir(os.path.join(folder, KEEP_FOLDER)))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    numbers = (int(name[:-3]) for name in names if re.fullmatch(r"[0-9]{8,}\.h5", name))
+    paths = {number: path_of(folder, number) for number in numbers}
+    return {number: path for number, path in paths.items() if os.path.isfile(path)}
+
+
+def remove_kept(folder: str | os.PathLike[str], after: int) -> None:
+    """Remove the kept checkpoints of later iterations, which the run will write again."""
+    for iteration, path in kept_paths(folder).items():
+        if iteration > after:
+            try:
+                os.unlink(path)
+            except OSError as error:
+                raise UserError(f"{path}: cannot be removed: {reason(error)}") from error
 
 
 def load(

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidl.errors import LostLock, NotFinite, UserError
-from mpidl.files import call_together, on_rank_0, reason
+from mpidl.files import call_together, link_or_copy, on_rank_0, reason
 from mpidl.ranks import hang_report
 from mpidl.report import Metrics, history, metrics, status
-from mpidl.report.run_files import CLASS_METRICS, CONFUSION, OPTIONS, SUMMARY
+from mpidl.report.run_files import BAD_IMAGES, CLASS_METRICS, CONFUSION, OPTIONS, SUMMARY
+from mpidl.training import tracking
 from mpidl.training.audit import audit
 from mpidl.training.files import checkpoint, lock_file
 from mpidl.training.files.background import BackgroundWriter
@@ -27,11 +28,11 @@ from mpidl.training.progress import Position
 if TYPE_CHECKING:
     from mpidl.training.session import Session
 
-BAD_IMAGES, TIMELINE = "bad-images.csv", "timeline.json.gz"
+TIMELINE = "timeline.json.gz"
 # A folder with one of these files belongs to a run.
 MARKS = (checkpoint.CURRENT, checkpoint.PREVIOUS, metrics.FILE, status.NAME)
 # Files of an earlier run that a new run in the same folder removes, in addition to those of
-# trackers. The list does not include the lock, because the new run holds it.
+# recorders. The list does not include the lock, because the new run holds it.
 RESULTS = (
     checkpoint.CURRENT,
     checkpoint.PREVIOUS,
@@ -88,8 +89,8 @@ def make_folder(out: str, resumed: str | None = None) -> None:
     """Create the folder for a run's files, and remove the files of an earlier run.
 
     If `out` is the folder of the resumed run, nothing is removed. If a run is resumed in another
-    folder, its metrics.jsonl and the files that trackers continue are copied to `out`. Files that
-    were not written by a run are kept.
+    folder, its metrics.jsonl, the checkpoints that it keeps and the files that recorders continue
+    are copied to `out`. Files that were not written by a run are kept.
 
     Raises
     ------
@@ -107,7 +108,10 @@ def make_folder(out: str, resumed: str | None = None) -> None:
         _remove_run(out, paths)
     if resumed is None:
         return
-    for name in (metrics.FILE, *(name for tracker in _trackers() for name in tracker.copied)):
+    for iteration, path in checkpoint.kept_paths(resumed).items():
+        link_or_copy(path, checkpoint.path_of(out, iteration))
+    copied = (name for recorder in tracking.classes() for name in recorder.copied)
+    for name in (metrics.FILE, *copied):
         source, target = os.path.join(resumed, name), os.path.join(out, name)
         if os.path.isdir(source):
             shutil.copytree(source, target, dirs_exist_ok=True)
@@ -115,25 +119,17 @@ def make_folder(out: str, resumed: str | None = None) -> None:
             shutil.copyfile(source, target)
 
 
-def _trackers():
-    """Return the classes of all trackers, whose wing may be missing."""
-    try:
-        from mpidl.trackers import load, names
-    except ModuleNotFoundError:
-        return []
-    return [load(name) for name in names()]
-
-
 def _remove_run(out, paths):
-    """Remove the files of a run, including files of trackers; keep folders with other files."""
+    """Remove the files of a run, including files of recorders; keep folders with other files."""
     out = os.fspath(out)
-    tracked = [path for tracker in _trackers() for path in tracker.written(out)]
-    for path in [*paths, *tracked]:
+    recorded = [path for recorder in tracking.classes() for path in recorder.written(out)]
+    recorded += checkpoint.kept_paths(out).values()
+    for path in [*paths, *recorded]:
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-    for folder in {os.path.dirname(path) for path in tracked} - {out}:
+    for folder in {os.path.dirname(path) for path in recorded} - {out}:
         with contextlib.suppress(OSError):  # the folder contains other files
             os.rmdir(folder)
 
@@ -209,6 +205,8 @@ class RunWriter:
             session.make_folder()
             path = os.path.join(out, metrics.FILE)
             self.metrics = call_together(world, lambda: Metrics(path, world.rank, cut=cut))
+            if cut is not None:
+                on_rank_0(world, lambda: checkpoint.remove_kept(out, after=cut.iteration))
             if cut is not None and cut.iteration:
                 self.recorder = on_rank_0(world, lambda: _recorded(path))
 
@@ -252,6 +250,7 @@ class RunWriter:
         position: Position,
         facts: Mapping[str, Any],
         learning_rate: float,
+        keep: bool = False,
     ) -> None:
         """Wait until the previous checkpoint is written, and start to write a new checkpoint.
 
@@ -267,6 +266,8 @@ class RunWriter:
             Values to store as JSON; see `checkpoint.save`.
         learning_rate : float
             The current learning rate, for the error message.
+        keep : bool
+            Whether the run keeps this checkpoint.
 
         Raises
         ------
@@ -289,7 +290,8 @@ class RunWriter:
                 function()
             all_facts = {"position": asdict(position), **facts}
             claim = self.session.lock.claim
-            self.background.save(out, tables, all_facts, file.path, claim)
+            iteration = position.iteration if keep else None
+            self.background.save(out, tables, all_facts, file.path, claim, iteration)
 
         self.write(write)
 
@@ -308,13 +310,14 @@ class RunWriter:
             call_together(self.world, self.background.wait)
 
     def rewind(self, cut: metrics.Cut) -> None:
-        """Remove the records that the run will repeat.
+        """Remove the records and the kept checkpoints that the run will repeat.
 
         The current rank 0 may not be the rank that wrote the records.
         """
         self.recorder.cut(cut)
         if self.world.rank == 0:
             self.add(Metrics.rewind, cut, self.recorder.records())
+            self.add(lambda _: checkpoint.remove_kept(self.out, after=cut.iteration))
 
     def plot(self, end: bool = False) -> None:
         """Start to draw progress.png, at most once per `PLOT_SECONDS`.

@@ -33,6 +33,20 @@ def progress(trainer: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     return tables, {"validation": validation.facts()}
 
 
+def tables(trainer: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arrays of a checkpoint by table, and the facts that belong to some of them."""
+    tables, facts = progress(trainer)
+    kept_tables = {}
+    if trainer.rollback is not None:
+        kept_tables, kept_facts = trainer.rollback.stored(trainer.position)
+        facts |= kept_facts
+    tables |= input_pipeline.tables(trainer.net) | kept_tables
+    updates = trainer.position.statistics_updates
+    if initial := batchnorm_moving.relevant(trainer.net, trainer.initial_state, updates):
+        tables["initial_state"] = initial
+    return tables, facts
+
+
 def collect(trainer: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the contents of a checkpoint: arrays by table, and facts for JSON.
 
@@ -41,14 +55,7 @@ def collect(trainer: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     from mpidl.training.files.resume_changes import shares
 
     net, options = trainer.net, trainer.options
-    tables, state = progress(trainer)
-    kept_tables, kept_facts = {}, {}
-    if trainer.rollback is not None:
-        kept_tables, kept_facts = trainer.rollback.stored(trainer.position)
-    tables |= input_pipeline.tables(net) | kept_tables
-    updates = trainer.position.statistics_updates
-    if initial := batchnorm_moving.relevant(net, trainer.initial_state, updates):
-        tables["initial_state"] = initial
+    arrays, state = tables(trainer)
     facts = {
         "network": net.spec(),
         "input_shape": net.input_shape,
@@ -64,11 +71,10 @@ def collect(trainer: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "fingerprint": trainer.datastore.fingerprint(),
         "shares": shares(options, trainer.world.size),
         **input_pipeline.facts(options),
-        **kept_facts,
         **skipped_images.facts(trainer),
         **trainer.facts,
     }
-    return tables, facts
+    return arrays, facts
 
 
 def restore(trainer: Run, arrays: dict[str, Any], facts: dict[str, Any]) -> None:

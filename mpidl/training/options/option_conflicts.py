@@ -42,6 +42,7 @@ def check_conflicts(options: TrainingOptions) -> None:
                 f"--fold {options.fold}: expected I/K with 1 <= I <= K and at least 2 folds"
             )
     _check_sampling(options)
+    _check_certificate(options)
     if options.on_lost_rank == "shrink":
         _check_shrink(options)
 
@@ -69,10 +70,32 @@ def _check_sampling(options):
 def _check_shrink(options):
     """Raise UserError if another option prevents a run from continuing on fewer ranks."""
     numbers = options.worker_load not in (None, "measured")
-    text = f"--worker-load {options.worker_load}" if numbers else ""
-    for name, value in (("sampling", "partition"), ("batchnorm", "local")):
-        text = f"{flag(name)} {value}" if getattr(options, name) == value else text
+    load = f"--worker-load {options.worker_load}" if numbers else ""
+    text = _rank_dependent(options) or load
     if text:
         raise UserError(
             f"--on-lost-rank shrink and {text}: expected options that suit any number of ranks"
         )
+
+
+def _check_certificate(options):
+    """Raise UserError if another option contradicts the options of the certificate."""
+    if options.certify == "none":
+        if options.certify_key is not None:
+            raise UserError(f"--certify-key {options.certify_key}: expected --certify with it")
+        return
+    text = _rank_dependent(options)
+    if options.batch_per_rank is not None:
+        text = f"--batch-per-rank {options.batch_per_rank}"
+    if text:
+        raise UserError(
+            f"--certify {options.certify} and {text}: the weights would depend on the number of "
+            "ranks, so an audit could not replay the run on another number"
+        )
+
+
+def _rank_dependent(options):
+    """Return an option with which the weights depend on the number of ranks, or ""."""
+    pairs = ("batchnorm", "local"), ("sampling", "partition")
+    options_in_use = [f"{flag(n)} {value}" for n, value in pairs if getattr(options, n) == value]
+    return options_in_use[0] if options_in_use else ""

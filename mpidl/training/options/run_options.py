@@ -8,6 +8,7 @@ from mpidl.options.declaration import (
     at_least,
     choice,
     number_list,
+    one_of,
     option,
     options_class,
     positive,
@@ -118,6 +119,13 @@ class RankOptions:
         group="Run and results",
         matlab="CheckpointFrequency",
     )
+    checkpoint_keep: int = option(
+        at_least(0),
+        "Iterations between checkpoints that are kept in the folder checkpoints, such as "
+        "checkpoints/00000400.h5, in addition to that of iteration 0; 0 keeps none of them",
+        default=0,
+        group="Run and results",
+    )
 
 
 @options_class(group="Hardware and speed")
@@ -137,6 +145,31 @@ class FailureOptions:
     )
     timeout: float = option(
         positive(), "Seconds to wait for an unresponsive rank before the run fails", default=300.0
+    )
+
+
+@options_class(group="Run and results")
+class CertificateOptions:
+    """The options of `TrainingOptions` for the certificate of a run."""
+
+    certify: Literal["none", "private", "public"] | bool = option(
+        one_of("none", "private", "public")._replace(bare="private"),
+        "Write certificate.json, with which mpidl audit replays parts of the run: private, so that "
+        "only an auditor with the salt of the run can test whether an image was in the data, or "
+        "public; the flag without a value selects private",
+        default="none",
+        resume="fixed",
+    )
+    certify_every: int = option(
+        at_least(1),
+        "Iterations between the states that a certificate records; it also records the first and "
+        "the last state, and the state at the end of each epoch",
+        default=50,
+    )
+    certify_key: str | None = option(
+        text_or_none("FILE"),
+        "Sign the certificate with this private SSH key, by ssh-keygen",
+        default=None,
     )
 
 

@@ -39,6 +39,7 @@ from mpidl.training.optimizers.solvers import (
 from mpidl.training.options.option_conflicts import check_conflicts
 from mpidl.training.options.run_inputs import INPUTS
 from mpidl.training.options.run_options import (
+    CertificateOptions,
     FailureOptions,
     LengthOptions,
     OutputOptions,
@@ -75,6 +76,7 @@ def _refuse_unknown(cls: type[Options]) -> type[Options]:
 @options_class(group="Solver")
 class TrainingOptions(  # from the last group of options to the first
     ValidationOptions,
+    CertificateOptions,
     OutputOptions,
     FailureOptions,
     AuditOptions,

@@ -224,6 +224,33 @@ def test_one_checkpoint_loads_at_every_instant(folder, monkeypatch, broken, coun
     assert not [name for name in os.listdir(folder) if name.endswith(".part")]
 
 
+def test_kept_checkpoints(folder, monkeypatch):
+    """A kept checkpoint is a link or, without links, a copy; later saves do not change it."""
+
+    def save(iteration, keep):
+        checkpoint.write(folder, tables(iteration), checkpoint.attributes_of(FACTS), keep=keep)
+
+    save(20, 20)
+    first, last = (folder / "checkpoints" / name for name in ("00000020.h5", "00000040.h5"))
+    assert os.path.samefile(first, folder / checkpoint.CURRENT)
+    content = first.read_bytes()
+    save(20, 20)  # once more, as after a rollback
+
+    def link(*paths):
+        raise OSError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(os, "link", link)
+    save(40, 40)
+    assert not os.path.samefile(last, folder / checkpoint.CURRENT)
+    save(50, None)
+    assert first.read_bytes() == content
+    assert checkpoint.kept_paths(folder) == {20: str(first), 40: str(last)}
+    assert sorted(os.listdir(folder / "checkpoints")) == [first.name, last.name]
+    assert_tables(model_file.read(last)[0], 40)
+    checkpoint.remove_kept(folder, after=20)
+    assert list(checkpoint.kept_paths(folder)) == [20]
+
+
 def test_a_full_disk(folder):
     """If a write fails, the error is one line and the existing checkpoints are unchanged.
 
@@ -268,6 +295,19 @@ def test_a_checkpoint_loads_whichever_system_call_fails_or_kills(tmp_path, fault
     order = [name for name in written if name in ("fsync", "rename")]
     # The file is flushed first. The folder is flushed after each rename.
     assert order == ["fsync", "rename", "fsync", "rename", "fsync"]
+
+
+@pytest.mark.parametrize(
+    "faults", [("KILL",), pytest.param(FAULTS, marks=pytest.mark.slow("saves"))]
+)
+def test_a_kept_checkpoint_is_whole_whichever_system_call_fails_or_kills(tmp_path, faults):
+    """A run that resumes from an iteration has the kept checkpoint of this iteration."""
+    report = walk(tmp_path, "keep", *faults)
+    assert report["problems"] == []
+    assert report["old"] and report["new"] and report["no current"]
+    order = [name for name in report["calls"] if name in ("fsync", "link", "rename")]
+    link = ["fsync", "link", "rename", "fsync"]  # before the renames of other saves
+    assert order[-8:] == [*link, "rename", "fsync", "rename", "fsync"]
 
 
 def test_a_save_that_is_not_safe_is_noticed(tmp_path):

@@ -1,0 +1,589 @@
+"""Audit a certified run: check its files, its data and its network, and replay parts of it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpidl.certificates import certificate as certificates
+from mpidl.certificates import checks, images, recording, settings, sources
+from mpidl.certificates.certificate import Certificate
+from mpidl.certificates.chain import START
+from mpidl.certificates.checks import DIFFERENT, EQUAL, NONE, OTHER, Finding
+from mpidl.certificates.replay import (
+    NEUTRAL,
+    Comparison,
+    Difference,
+    Material,
+    Point,
+    Replay,
+    options_of,
+    paths_of,
+)
+from mpidl.core import keyed
+from mpidl.data.array_datastore import as_datastore
+from mpidl.data.loading.bad_images import BadImages
+from mpidl.errors import Fault, UserError
+from mpidl.evaluation.validation import held_out
+from mpidl.files import on_rank_0, reason
+from mpidl.nn import Network
+from mpidl.nn.network_check import need_network
+from mpidl.ranks.failure import Signals
+from mpidl.ranks.world import World
+from mpidl.report import Console, metrics
+from mpidl.text import name_list, printable
+from mpidl.training.optimizers.checks import CustomOptimizer, optimizer_spec
+from mpidl.training.options.training_options import OPTIONS, TrainingOptions
+
+if TYPE_CHECKING:
+    from mpidl.data.array_datastore import Arrays
+    from mpidl.data.datastore import Datastore
+    from mpidl.nn.layers import Layer
+    from mpidl.training.optimizers import Optimizer
+
+Segment = tuple[int, int]
+STEPS = re.compile(r"([0-9]{1,15}):([0-9]{1,15})")
+# What explains a difference in a replay, if it differs too: {subject: cause}, the first one wins.
+CAUSES = {
+    "data": "the data",
+    "options": "the options",
+    "network": "the network",
+    "initial weights": "the initial weights",
+    "software": "the software",
+}
+
+
+class Audit(NamedTuple):
+    """The result of `dl.audit`.
+
+    Attributes
+    ----------
+    findings : tuple of Finding
+        The results of all checks, each with `subject`, `verdict` and `text`.
+    """
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing that was checked differs from the certificate."""
+        return not self.differing
+
+    @property
+    def differing(self) -> list[str]:
+        """The subjects that differ from the certificate."""
+        subjects = [f.subject for f in self.findings if f.verdict == DIFFERENT]
+        return list(dict.fromkeys(subjects))
+
+    def __str__(self) -> str:
+        result = f"{DIFFERENT}: {name_list(self.differing)}" if self.differing else EQUAL
+        return "\n".join([*map(str, self.findings), result])
+
+
+class Selection(NamedTuple):
+    """The iterations to replay: all by default.
+
+    Attributes
+    ----------
+    steps : (int, int) or None
+        First and last iteration.
+    sample : int or None
+        Number of segments between two starting points, to be drawn by `seed`.
+    seed : int or None
+        The seed; by default a new one.
+    """
+
+    steps: Segment | None = None
+    sample: int | None = None
+    seed: int | None = None
+
+    @classmethod
+    def of_arguments(
+        cls, steps: str | Sequence[int] | None, sample: int | None, seed: int | None
+    ) -> Selection:
+        """Check the arguments of `audit`, and return the selection."""
+        pair = None
+        if steps is not None:
+            match = STEPS.fullmatch(steps if isinstance(steps, str) else ":".join(map(str, steps)))
+            pair = (int(match[1]), int(match[2])) if match else (1, 0)
+            if pair[0] > pair[1]:
+                raise UserError(f"--steps must be A:B with A <= B, such as 400:450, found {steps}")
+        if pair is not None and sample is not None:
+            raise UserError("--steps and --sample: expected at most one of them")
+        if seed is not None and sample is None:
+            raise UserError(f"--seed {seed}: expected --sample with it")
+        return cls(pair, sample, seed)
+
+
+class Auditor:
+    """The checks of one audit. All methods and the constructor are collective.
+
+    Parameters
+    ----------
+    world : World
+        The ranks of the auditor.
+    run : path
+        The folder of a run, or its certificate.
+    report : callable
+        Function that rank 0 calls with each finding.
+    console : Console, optional
+        Shows the progress.
+    golden : callable
+        Function that returns the names of the golden hashes that this machine does not reproduce.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        run: str | os.PathLike[str],
+        report: Callable[[Finding], object] = lambda finding: None,
+        console: Console | None = None,
+        golden: Callable[[], list[str]] = lambda: [],
+    ) -> None:
+        self.world, self.report, self.golden = world, report, golden
+        self.console = console or Console(1)
+        path = certificates.locate(run)
+        self.folder = os.path.dirname(path) or "."
+        self.certificate = on_rank_0(world, lambda: certificates.read(path))
+        self.findings: list[Finding] = []
+        self.points: list[Point] = []
+
+    def add(self, *findings: Finding) -> None:
+        """Add findings, and report them."""
+        self.findings += findings
+        if self.world.rank == 0:
+            for finding in findings:
+                self.report(finding)
+
+    def _check(self, check, *arguments):
+        """Add the finding of a check that rank 0 makes."""
+        self.add(on_rank_0(self.world, lambda: check(*arguments)))
+
+    def verdict_on(self, subject: str) -> str:
+        """Return the verdict on a subject, `DIFFERENT` if any finding about it is."""
+        verdicts = [f.verdict for f in self.findings if f.subject == subject]
+        return DIFFERENT if DIFFERENT in verdicts else (verdicts or [NONE])[0]
+
+    @property
+    def result(self) -> Audit:
+        """The findings so far."""
+        return Audit(tuple(self.findings))
+
+    def check_files(
+        self, signers: str | None = None, options: Mapping[str, str] | None = None
+    ) -> None:
+        """Check the certificate and the files beside it, but not the checkpoints."""
+        certificate, current = self.certificate, sources.arithmetic(self.world)
+        self._check(checks.check_chain, certificate)
+        self._check(checks.check_signature, certificate.path, signers)
+        if certificate.disorder is not None:
+            return
+        self._check(checks.check_software, certificate)
+        self._check(checks.check_arithmetic, certificate, current)
+        self._check(checks.check_model, certificate, self.folder)
+        self._check(checks.check_options, certificate, options)
+
+    def check_checkpoints(self, folder: str | None = None) -> None:
+        """Check the checkpoints in a folder, by default that of the certificate."""
+        place = folder or self.folder
+
+        def check():
+            if folder is not None and not os.path.isdir(folder):
+                raise UserError(f"--checkpoints {printable(folder)}: no such folder")
+            return checks.check_checkpoints(self.certificate, paths_of(place))
+
+        findings, points = on_rank_0(self.world, check)
+        self.add(*findings)
+        self.points = points
+
+    def read_salt(self, path: str | None) -> bytes | None:
+        """Return the salt of the digests, or None if they have none."""
+        expected = self.certificate.salt
+        if expected is None:
+            return None
+        place = path or os.path.join(self.folder, images.SALT)
+
+        def read():
+            if path is None and not os.path.lexists(place):
+                raise UserError(
+                    f"{printable(place)}: expected the salt of the digests, which an auditor gets "
+                    "from the owner of the run; --salt FILE names another file"
+                )
+            salt = images.read_salt(place)
+            if images.salt_digest(salt) != expected:
+                raise UserError(
+                    f"{printable(place)}: expected the salt with sha256 {checks.short(expected)}, "
+                    f"as in the certificate, found {checks.short(str(images.salt_digest(salt)))}"
+                )
+            return salt
+
+        return on_rank_0(self.world, read)
+
+    def check_data(
+        self, sets: Mapping[str, Datastore | None], options: TrainingOptions, salt: bytes | None
+    ) -> None:
+        """Compare the digests of images with those of the run."""
+        recorded, world = checks.sets_of(self.certificate), self.world
+        manifest = on_rank_0(world, lambda: checks.read_manifest(self.certificate, self.folder))
+        if manifest.finding is not None:
+            self.add(manifest.finding)
+        for name, described in recorded.items():
+            store = sets.get(name)
+            if store is None:
+                verdict = NONE if name == "test" else DIFFERENT
+                self.add(Finding("data", verdict, f"{name}: there are no such images"))
+                continue
+            with self.console.stage(f"digests of the {name} images", len(store)) as advance:
+                digests = images.digests(
+                    store,
+                    world,
+                    salt,
+                    name,
+                    progress=_counted(advance, world.size, len(store)),
+                    bad_images=BadImages.of_options(options),
+                    workers=options.workers,
+                )
+            expected = manifest.digests.get(name)
+            self._check(checks.check_images, name, described, store, digests, expected, salt)
+        for name in {"train", "validation"} - recorded.keys():
+            if sets.get(name) is not None:
+                self.add(Finding("data", DIFFERENT, f"{name}: the run had no such images"))
+
+    def compare(
+        self, material: Material, source: str, test: Datastore | None, salt: str | None
+    ) -> None:
+        """Compare the images and the network of a material with those of the run."""
+        start = self.certificate.of_kind(START)[-1]
+        options = options_of(self.certificate, start, material.replaced)
+        train, options = held_out(material.train, options)
+        sets = {"train": train, "validation": options.validation, "test": test}
+        self.check_data(sets, options, self.read_salt(salt))
+        self.check_network(material.network(), source)
+
+    def check_network(self, net: Network, source: str) -> None:
+        """Compare a new network with that of the run, and its weights with the first state."""
+        self._check(checks.check_network, self.certificate, net)
+        if self.verdict_on("network") != DIFFERENT:
+            self._check(checks.check_initial_weights, self.certificate, net, source)
+
+    def replay(
+        self, material: Material, selection: Selection, signals: Signals, test: Datastore | None
+    ) -> None:
+        """Replay the selected segments, and then the test if a replay has reached the end."""
+        reason = self._reason_to_skip()
+        if reason is not None:
+            self.add(Finding("iterations", NONE, f"not replayed, because {reason}"))
+            return
+        end = self.certificate.end["iteration"]
+        segments = self._segments(selection, end)
+        replay = Replay(self.world, self.certificate, material, signals)
+        for group in _adjacent(segments):
+            self._replay_group(replay, group)
+        if replay.net is not None and segments[-1][1] == end:
+            last = self.findings[-1]
+            if last.verdict == EQUAL:
+                self._test(replay.net, material, signals, test)
+
+    def _reason_to_skip(self):
+        if self.certificate.disorder is not None:
+            return "the links do not have the order of a run"
+        if self.verdict_on("software") == DIFFERENT:
+            return "this mpidl has another arithmetic"
+        train = [f for f in self.findings if f.subject == "data" and f.verdict == DIFFERENT]
+        if any(not finding.text.startswith("test:") for finding in train):
+            return "the data differ"
+        return None
+
+    def _segments(self, selection, end):
+        """Return the segments to replay, which begin and end at states."""
+        states = [link["iteration"] for link in self.certificate.of_kind("state")]
+        starts = sorted({0, *(point.iteration for point in self.points)})
+        if selection.steps is not None:
+            first, last = selection.steps
+            if last > end:
+                raise UserError(f"--steps {first}:{last}: expected at most {end}, the last one")
+            return [(max(n for n in starts if n <= first), min(n for n in states if n >= last))]
+        borders = [*(n for n in starts if n < end), end]
+        segments = list(zip(borders, borders[1:], strict=False))
+        if selection.sample is None:
+            return segments
+        seed = selection.seed
+        if seed is None:
+            seed = self.world.broadcast(secrets.randbits(63))
+        order = keyed.permutation(len(segments), seed, "audit")
+        drawn = sorted(order[: selection.sample].tolist())
+        text = f"{len(drawn)} of {len(segments)} segments, drawn by --seed {seed}"
+        self.add(Finding("sample", EQUAL, text))
+        return [segments[i] for i in drawn]
+
+    def _replay_group(self, replay, segments):
+        """Replay adjacent segments at once; after a difference, go on from the next point."""
+        points = {point.iteration: point for point in self.points}
+        while segments:
+            first = segments[0][0]
+            point = points.get(first) or (Point(0) if first == 0 else None)
+            if point is None:
+                text = "not replayed: there is no state to start from"
+                self.add(Finding(_name(segments[0]), NONE, text))
+                return
+            reported: list[Finding] = []
+            times = {first: time.monotonic()}
+
+            def passed(iteration, segments=segments, reported=reported, times=times):
+                segment = next(s for s in segments if s[1] == iteration)
+                times[iteration] = time.monotonic()
+                seconds = times[iteration] - times[segment[0]]
+                finding = Finding(_name(segment), EQUAL, f"{seconds:.1f} s")
+                reported.append(finding)
+                self.report(finding)
+
+            stops = [segment[1] for segment in segments]
+            comparison = Comparison(self.certificate, stops, passed)
+            difference = self._run(replay, point, comparison, segments)
+            self.findings += self.world.broadcast(reported)
+            if difference is None:
+                return
+            failed = next(s for s in segments if s[1] >= min(difference.iteration, stops[-1]))
+            self.add(Finding(_name(failed), DIFFERENT, self._explained(difference)))
+            segments = [s for s in segments if s[0] >= failed[1] and s != failed]
+
+    def _run(self, replay, point, comparison, segments):
+        name = _name((segments[0][0], segments[-1][1]))
+        with self.console.stage(f"replay of {name}"):
+            try:
+                difference = replay.run(point, comparison)
+            except UserError as error:
+                if self.verdict_on("network") != DIFFERENT:
+                    raise
+                difference = Difference(point.iteration, str(error))
+        stop = replay.signals.name
+        if stop is not None:
+            raise Stopped(f"{stop}: the audit was stopped")
+        return difference
+
+    def _explained(self, difference):
+        """Return the text of a difference with its cause."""
+        text = f"from iteration {difference.iteration} on: {difference.text}"
+        return f"{text}; cause: {self._cause()}"
+
+    def _cause(self):
+        for subject, cause in CAUSES.items():
+            if self.verdict_on(subject) == DIFFERENT:
+                return cause
+        if self.verdict_on("arithmetic") == OTHER:
+            return "the arithmetic of this machine"
+        with self.console.stage("golden hashes"):
+            failures = self.golden()
+        if failures:
+            return f"the arithmetic of this machine: golden hashes differ ({name_list(failures)})"
+        cause = "the certificate: its states do not follow from this data and these options"
+        if self.verdict_on("software") == OTHER:
+            cause += ", or other sources of mpidl"
+        return cause
+
+    def _test(self, net, material, signals, test):
+        """Compare the test of the final network with that of the run."""
+        from mpidl.evaluation.evaluate import evaluate
+
+        recorded = self.certificate.end["test"]
+        if recorded is None:
+            return
+        if test is None:
+            self.add(Finding("test", NONE, "there are no test images"))
+            return
+        start = self.certificate.of_kind(START)[-1]
+        options = options_of(self.certificate, start, material.replaced)
+        train, options = held_out(material.train, options)
+        with self.console.stage("test", len(test)) as advance:
+            scores = evaluate(
+                net,
+                test,
+                world=self.world,
+                loss=options.loss_for(net, train, self.world),
+                progress=advance,
+                bad_images=BadImages.of_options(options),
+                test_flips=options.test_flips,
+                signals=signals,
+            )
+        if signals.name is not None:
+            raise Stopped(f"{signals.name}: the audit was stopped")
+        values = {name: metrics.number(getattr(scores, name)) for name in ("loss", "accuracy")}
+        pairs = [f"{n} is {v}, was {recorded[n]}" for n, v in values.items() if v != recorded[n]]
+        text = ", ".join(pairs) or f"{len(test)} images"
+        self.add(Finding("test", DIFFERENT if pairs else EQUAL, text))
+
+
+class Stopped(Fault):
+    """Raised if a signal stops an audit."""
+
+
+def _counted(advance, ranks, count):
+    """Return a function that estimates the images of all ranks from those of rank 0."""
+    total = 0
+
+    def progress(images: int) -> None:
+        nonlocal total
+        total += images * ranks
+        advance(min(total, count))
+
+    return progress
+
+
+def _name(segment):
+    return f"iterations {segment[0]}-{segment[1]}"
+
+
+def _adjacent(segments):
+    """Group segments of which each begins where the one before ends."""
+    groups: list[list[Segment]] = []
+    for segment in segments:
+        if groups and groups[-1][-1][1] == segment[0]:
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+    return groups
+
+
+def audit(
+    run: str | os.PathLike[str],
+    datastore: Datastore | Arrays | None = None,
+    options: TrainingOptions | None = None,
+    *,
+    net: Network | None = None,
+    optimizer: Optimizer | CustomOptimizer | None = None,
+    layers: Iterable[type[Layer]] = (),
+    test: Datastore | Arrays | None = None,
+    steps: str | Sequence[int] | None = None,
+    sample: int | None = None,
+    seed: int | None = None,
+    salt: str | os.PathLike[str] | None = None,
+    signers: str | os.PathLike[str] | None = None,
+    checkpoints: str | os.PathLike[str] | None = None,
+    world: World | None = None,
+) -> Audit:
+    """Check a certified run, and replay parts of it on any number of ranks. Collective.
+
+    Parameters
+    ----------
+    run : path
+        The folder of the run, or its certificate.
+    datastore : Datastore or (images, labels), optional
+        The images that the run was trained on, as for `dl.train`. Without images, only the files of
+        the run are checked.
+    options : TrainingOptions, optional
+        The options of the run. They are necessary if options are functions or validation images;
+        by default, the certificate describes them. Options that only affect speed, such as
+        `device`, may have other values than in the run.
+    net : Network, optional
+        The network with the weights that the run began with. The default is a new network with the
+        layers and the seed of the certificate.
+    optimizer : optional
+        An optimizer like the one that was passed to `dl.train`.
+    layers : iterable of Layer classes
+        The custom layer classes in the network.
+    test : Datastore or (images, labels), optional
+        The images of the test of the command `train`.
+    steps : str or (int, int), optional
+        The iterations to replay, such as ``"400:450"``. The default is all iterations.
+    sample : int, optional
+        Number of segments to draw and replay. A segment is between two states from which a replay
+        can start: checkpoints that the certificate covers, and the initial state.
+    seed : int, optional
+        Seed of this drawing. The default is a new seed.
+    salt : path, optional
+        File with the salt of the digests of the images. The default is certificate-salt.txt beside
+        the certificate.
+    signers : path, optional
+        File with the names and keys of those who may sign, as ssh-keygen reads it.
+    checkpoints : path, optional
+        Folder with the checkpoints of the run. The default is the folder of the certificate.
+    world : World, optional
+        The ranks that replay the run. The default is all ranks of the job.
+
+    Returns
+    -------
+    Audit
+        The findings. `is_equal` is True if nothing differs from the certificate.
+
+    Raises
+    ------
+    UserError
+        If the certificate cannot be read, or if an argument is invalid or missing.
+    Fault
+        If a signal stops the audit.
+    """
+    selection = Selection.of_arguments(steps, sample, seed)
+    world = World() if world is None else world
+    auditor = Auditor(world, run)
+    texts = None if options is None else settings.options_of(options)
+    auditor.check_files(_path(signers), texts)
+    auditor.check_checkpoints(_path(checkpoints))
+    if datastore is None or auditor.certificate.disorder is not None:
+        return auditor.result
+    material, source = _material(auditor, datastore, options, net, optimizer, layers)
+    tested = None if test is None else as_datastore(test, "test")
+    auditor.compare(material, source, tested, _path(salt))
+    with Signals() as signals:
+        auditor.replay(material, selection, signals, tested)
+    return auditor.result
+
+
+def _path(path):
+    return None if path is None else os.fspath(path)
+
+
+def _material(auditor, datastore, options, net, optimizer, layers):
+    """Return the material that a Python program passes, and what gave the initial weights."""
+    start = auditor.certificate.of_kind(START)[0]
+    expected = start["optimizer"]
+    spec = None if optimizer is None else recording.plain(optimizer_spec(optimizer))
+    if spec != expected:
+        text = f"optimizer: expected {expected or 'none'}, as in the run, found {spec or 'none'}"
+        raise UserError(text)
+    replaced: dict[str, Any] = {}
+    if options is not None:
+        names = {name for name, value in NEUTRAL.items() if value is None}
+        names |= {name for name in OPTIONS if callable(getattr(options, name))}
+        replaced = {name: getattr(options, name) for name in names}
+        if options.validation is not None:
+            replaced["validation"] = as_datastore(options.validation, "validation")
+    if net is not None:
+        need_network(net)
+        network, source = net, "the network that was passed"
+    else:
+        if start["weights"] is not None:
+            raise UserError(
+                "net: expected the network with the weights that the run began with, of the file "
+                f"with sha256 {start['weights']['sha256']}"
+            )
+        network, source = network_of(auditor.certificate, layers), seed_of(auditor.certificate)
+    store = as_datastore(datastore, "images to train on")
+    copies = Material(
+        store, lambda: copy.deepcopy(network), replaced, lambda: copy.deepcopy(optimizer)
+    )
+    return copies, source
+
+
+def seed_of(certificate: Certificate) -> str:
+    """Return the text "the seed 0" for the seed of a run."""
+    return f"the seed {certificate.of_kind(START)[0]['options'].get('seed', '0')}"
+
+
+def network_of(certificate: Certificate, layers: Iterable[type[Layer]] = ()) -> Network:
+    """Return a new network with the layers and the seed of a certificate.
+
+    Raises UserError if the layers are invalid, or if a custom class of layers is missing.
+    """
+    start = certificate.of_kind(START)[0]
+    network, seed = start["network"], int(settings.options_from(start["options"]).seed)
+    try:
+        return Network.from_spec(network["layers"], network["input_shape"], layers, seed=seed)
+    except (ValueError, TypeError, KeyError, OverflowError, MemoryError, RecursionError) as error:
+        raise UserError(
+            f"{printable(certificate.path)}: its network cannot be built: {reason(error)}"
+        ) from None

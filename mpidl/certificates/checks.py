@@ -1,0 +1,391 @@
+"""The checks of an audit that train nothing: the certificate and the files beside it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpidl import numerics
+from mpidl.certificates import (
+    differences,
+    images,
+    recording,
+    replay,
+    settings,
+    signing,
+    sources,
+    states,
+)
+from mpidl.certificates.certificate import MANIFEST, MODEL, WEIGHTS, Certificate
+from mpidl.certificates.chain import START, STATE, Link
+from mpidl.certificates.replay import Point
+from mpidl.errors import UserError
+from mpidl.files import open_for_reading, sha256_of_file, unreadable
+from mpidl.options.declaration import flag
+from mpidl.text import name_list, printable
+from mpidl.training.files import model_file
+from mpidl.training.options.training_options import OPTIONS
+
+if TYPE_CHECKING:
+    from mpidl.data.datastore import Datastore
+    from mpidl.nn import Network
+
+EQUAL, DIFFERENT = "equal", "DIFFERENT"
+OTHER = "other"  # other than here, which proves nothing
+NONE = "none"  # there is nothing to check
+# Builds of the kernels whose weights have the same bytes. On x86-64, those of `generic` differ.
+SAME_BYTES = "vector instructions"
+
+
+class Finding(NamedTuple):
+    """The result of a check.
+
+    Attributes
+    ----------
+    subject : str
+        What has been checked, such as "data" or "iterations 0-50".
+    verdict : {"equal", "DIFFERENT", "other", "none"}
+        Whether it agrees with the certificate. "other" is a fact that explains a difference but is
+        none, and "none" means that there was nothing to check.
+    text : str
+        The details.
+    """
+
+    subject: str
+    verdict: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.subject:<20}  {self.verdict:<9}  {printable(self.text)}"
+
+
+def short(digest: str) -> str:
+    """Return the first digits of a digest."""
+    return f"{digest[:12]}..."
+
+
+def check_chain(certificate: Certificate) -> Finding:
+    """Check the digests and the order of the links, and the subject `weights`."""
+    problem = certificate.broken or certificate.disorder
+    weights, recorded = certificate.subjects.get(WEIGHTS), certificate.end.get("weights")
+    if problem is None and weights != recorded:
+        problem = f"its subject weights is {weights}, its chain ends with {recorded}"
+    if problem is not None:
+        return Finding("certificate", DIFFERENT, problem)
+    text = f"{len(certificate.links)} links, head {certificate.head}"
+    return Finding("certificate", EQUAL, text)
+
+
+def check_signature(path: str, signers: str | None) -> Finding:
+    """Check the signature beside a certificate, by the file of those who may sign."""
+    signature, subject = path + signing.ENDING, "signature"
+    if signers is not None:
+        try:
+            open_for_reading(signers).close()
+        except OSError as error:
+            raise unreadable(signers, error) from None
+    if not os.path.lexists(signature):
+        text = "the certificate is not signed"
+        verdict = NONE if signers is None else DIFFERENT
+        return Finding(subject, verdict, text + ("" if signers is None else f": no {signature}"))
+    if signers is None and shutil.which("ssh-keygen") is None:
+        return Finding(subject, NONE, "not checked: expected the program ssh-keygen, found none")
+    try:
+        signer = signing.verify(path, signature, signers)
+    except UserError as error:
+        if shutil.which("ssh-keygen") is None:
+            raise
+        return Finding(subject, DIFFERENT, str(error))
+    key = f"{signer.key_type} {signer.fingerprint}"
+    if signer.principal is None:
+        return Finding(subject, EQUAL, f"{key}; --signers FILE tells whose key may sign")
+    return Finding(subject, EQUAL, f"{signer.principal} ({key})")
+
+
+def check_software(certificate: Certificate) -> Finding:
+    """Compare the version of the arithmetic, and the sources, with those of this mpidl."""
+    current, subject = sources.software(), "software"
+    names = {}
+    for start in certificate.of_kind(START):
+        software = start["software"]
+        name = f"mpidl {software['mpidl']}, numerics {software['numerics']}"
+        if software["numerics"] != numerics.VERSION:
+            text = (
+                f"{name}; this is mpidl {current['mpidl']}, numerics {numerics.VERSION}: install "
+            )
+            text += f"mpidl {software['mpidl']}, or another with numerics {software['numerics']}"
+            return Finding(subject, DIFFERENT, text)
+        names[software["sources"]] = name
+    text = ", ".join(dict.fromkeys(names.values()))
+    if set(names) == {current["sources"]}:
+        return Finding(subject, EQUAL, text)
+    digests = ", ".join(short(digest) for digest in names if digest != current["sources"])
+    return Finding(
+        subject,
+        OTHER,
+        f"{text}; its sources are {digests}, here they are {short(current['sources'])}",
+    )
+
+
+def arithmetic_class(arithmetic: Mapping[str, Any]) -> str:
+    """Return what the bytes of weights depend on: a GPU, NumPy, or the kind of the kernels."""
+    device, kernels = arithmetic["device"], arithmetic["kernels"]
+    if device != "cpu":
+        return device
+    if kernels == "numpy" or (kernels == "generic" and platform.machine() in ("x86_64", "AMD64")):
+        return kernels
+    return SAME_BYTES
+
+
+def check_arithmetic(certificate: Certificate, current: Mapping[str, Any]) -> Finding:
+    """Compare what the run computed with, and what this machine computes with."""
+    advice: dict[str, str] = {}
+    names = {}
+    for start in certificate.of_kind(START):
+        arithmetic = start["arithmetic"]
+        name = _name_of(arithmetic)
+        names[name] = None
+        if arithmetic_class(arithmetic) != arithmetic_class(current):
+            advice[name] = _advice(arithmetic)
+    if advice:
+        text = "; ".join(f"{name} ({words})" for name, words in advice.items())
+        return Finding("arithmetic", OTHER, f"{text}; here {_name_of(current)}")
+    return Finding("arithmetic", EQUAL, ", ".join(names))
+
+
+def _name_of(arithmetic):
+    if arithmetic["device"] != "cpu":
+        return str(arithmetic["device"])
+    return f"cpu, kernels {arithmetic['kernels']}"
+
+
+def _advice(arithmetic):
+    if arithmetic["device"] != "cpu":
+        return "--device gpu on a GPU of this type"
+    if arithmetic_class(arithmetic) == SAME_BYTES:
+        return "a CPU with AVX2, AVX-512 or AArch64, --device cpu, without MPIDL_CPU"
+    return f"--device cpu with MPIDL_CPU={arithmetic['kernels']}"
+
+
+def check_model(certificate: Certificate, folder: str) -> Finding:
+    """Compare the file of the trained network with the subject of the certificate."""
+    path, expected = os.path.join(folder, MODEL), certificate.subjects.get(MODEL)
+    if expected is None or not os.path.lexists(path):
+        text = "the certificate names no model.h5" if expected is None else f"there is no {path}"
+        return Finding("model", NONE, text)
+    if sha256_of_file(path) == expected:
+        return Finding("model", EQUAL, f"{printable(path)}, sha256 {short(expected)}")
+    name, weights = printable(path), certificate.end["weights"]
+    try:
+        tables, _ = model_file.read(path)
+        learnables, state = (tables.get(table, {}) for table in ("learnables", "state"))
+        digest = model_file.sha256_of(learnables, state)
+    except (model_file.Torn, TypeError, ValueError) as error:
+        return Finding("model", DIFFERENT, f"{name}: {error}")
+    if digest == weights:
+        text = f"{name}: the weights are those of the certificate, but the file is another one"
+    else:
+        text = f"{name}: weights_sha256 is {digest}, in the certificate it is {weights}"
+    return Finding("model", DIFFERENT, text)
+
+
+def check_options(certificate: Certificate, options: Mapping[str, str] | None) -> Finding:
+    """Check that options that a resumed run keeps are the same in all starts.
+
+    `options` are the texts of the options that a Python program passes, or None.
+    """
+    starts = certificate.of_kind(START)
+    problems = []
+    for before, now in zip(starts, starts[1:], strict=False):
+        for name, text in now["options"].items():
+            old = before["options"].get(name, text)
+            is_fixed = name not in OPTIONS or OPTIONS[name].metadata["resume"] == "fixed"
+            if old != text and is_fixed:
+                place = f"the start at iteration {now['iteration']}"
+                problems.append(f"{flag(name)} is {text} in {place}, was {old}")
+    if options is not None:
+        recorded = starts[-1]["options"]
+        problems += [
+            f"{flag(name)} is {text}, was {recorded[name]}"
+            for name, text in options.items()
+            if name not in replay.NEUTRAL and recorded.get(name, text) != text
+        ]
+    if problems:
+        return Finding("options", DIFFERENT, name_list(problems))
+    return Finding("options", EQUAL, f"{len(starts[0]['options'])} options, {len(starts)} starts")
+
+
+def check_checkpoints(
+    certificate: Certificate, paths: Iterable[str]
+) -> tuple[list[Finding], list[Point]]:
+    """Compare checkpoints with the states of a certificate; return the points to start from."""
+    findings, points, between = [], {}, 0
+    for path in paths:
+        try:
+            loaded = replay.load_covered(path, certificate)
+        except UserError as error:
+            findings.append(Finding("checkpoints", DIFFERENT, str(error)))
+            continue
+        if loaded is None:
+            between += 1
+            continue
+        iteration = loaded[1]["position"]["iteration"]
+        problems = {
+            "options": _changed_options(certificate, iteration, loaded[1].get("options")),
+            "network": _changed_layers(certificate, loaded[1]["network"]),
+        }
+        findings += [
+            Finding(subject, DIFFERENT, f"{printable(path)}: {text}")
+            for subject, text in problems.items()
+            if text is not None
+        ]
+        points[iteration] = Point(iteration, path)
+    rest = f"; {between} between states of the certificate" if between else ""
+    if points:
+        text = f"{len(points)}, of iterations {_shortened(sorted(points))}{rest}"
+        findings.append(Finding("checkpoints", EQUAL, text))
+    elif not findings:
+        findings.append(Finding("checkpoints", NONE, f"the certificate covers none{rest}"))
+    return findings, [points[iteration] for iteration in sorted(points)]
+
+
+def _shortened(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers if len(numbers) < 9 else [*numbers[:4], "...", numbers[-1]]))
+
+
+def _changed_options(certificate, iteration, options):
+    """Return how the options of a checkpoint differ from those of its start, or None."""
+    if not isinstance(options, dict):
+        return "it has no options"
+    starts = [s for s in certificate.of_kind(START) if s["iteration"] <= iteration]
+    # A run that was resumed at this iteration may not have written the checkpoint again.
+    starts = [s for s in starts if s["iteration"] == iteration] + [
+        max((s for s in starts if s["iteration"] < iteration or not iteration), key=_iteration)
+    ]
+    problems = [
+        [
+            f"{flag(name)} is {settings.text_of(options[name])}, in the certificate {text}"
+            for name, text in start["options"].items()
+            if name in options and settings.text_of(options[name]) != text
+        ]
+        for start in starts
+    ]
+    return None if [] in problems else name_list(problems[-1])
+
+
+def _iteration(link: Link) -> int:
+    return int(link["iteration"])
+
+
+class Manifest(NamedTuple):
+    """The digests of the images of a run, or why they cannot be used.
+
+    Attributes
+    ----------
+    digests : dict
+        {name of a set: digests (n, 32)}; {} if the file is missing or has been changed.
+    finding : Finding or None
+        The problem with the file.
+    """
+
+    digests: dict[str, np.ndarray]
+    finding: Finding | None
+
+
+def sets_of(certificate: Certificate) -> dict[str, dict[str, Any]]:
+    """Return {name of a set: its description in the certificate}, in the manifest's order."""
+    data, test = certificate.of_kind(START)[-1]["data"], certificate.end["test"]
+    sets = {"train": data["train"], "validation": data["validation"]}
+    sets["test"] = test and test["data"]
+    return {name: described for name, described in sets.items() if described is not None}
+
+
+def read_manifest(certificate: Certificate, folder: str) -> Manifest:
+    """Read the manifest beside a certificate, and compare it with the chain."""
+    path, sets = os.path.join(folder, MANIFEST), sets_of(certificate)
+    try:
+        digest = sha256_of_file(path)
+        if digest != certificate.manifest:
+            raise UserError(
+                f"{printable(path)}: sha256 is {short(digest)}, in the certificate it is "
+                f"{short(certificate.manifest)}"
+            )
+        counts = {name: described["images"] for name, described in sets.items()}
+        digests = images.read_manifest(path, counts)
+        for name, described in sets.items():
+            if images.root(digests[name]) != described["root"]:
+                raise UserError(f"{printable(path)}: the root of {name} is not that of the chain")
+    except UserError as error:
+        return Manifest({}, Finding("manifest", DIFFERENT, str(error)))
+    return Manifest(digests, None)
+
+
+def check_images(
+    name: str,
+    described: Mapping[str, Any],
+    store: Datastore,
+    digests: np.ndarray,
+    expected: np.ndarray | None,
+    salt: bytes | None,
+) -> Finding:
+    """Compare the images of a set with the certificate, and name those that differ.
+
+    `expected` are the digests of the manifest, or None if it cannot be used.
+    """
+    current = images.describe(store, digests)
+    problems = []
+    if current["root"] != described["root"]:
+        problems = ["the digests differ, and there is no manifest to tell which"]
+        if expected is not None:
+            problems = differences.differences(expected, digests, store, salt, name)
+    keys = [key for key in current if key != "root" and current[key] != described[key]]
+    problems = [f"{key} is {current[key]}, was {described[key]}" for key in keys] + problems
+    if problems:
+        return Finding("data", DIFFERENT, f"{name}: {name_list(problems)}")
+    return Finding("data", EQUAL, f"{name}: {len(store)} images, root {short(current['root'])}")
+
+
+def _changed_layers(certificate: Certificate, layers: Any) -> str | None:
+    """Return how layers differ from those of the certificate, or None."""
+    expected = certificate.of_kind(START)[0]["network"]["layers"]
+    if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
+        return "it has no layers"
+    for old, new in zip(expected, layers, strict=False):
+        if old != new:
+            keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+            values = [f"{key} is {new.get(key)}, was {old.get(key)}" for key in keys]
+            return f"layer {old.get('name')}: {name_list(values)}"
+    if len(expected) != len(layers):
+        return f"it has {len(layers)} layers, in the certificate {len(expected)}"
+    return None
+
+
+def check_network(certificate: Certificate, net: Network) -> Finding:
+    """Compare the layers of the network to train with those of the certificate."""
+    expected, shape = certificate.of_kind(START)[0]["network"], list(net.input_shape)
+    layers = recording.plain(net.spec())
+    text = _changed_layers(certificate, layers)
+    if shape != expected["input_shape"]:
+        text = f"input shape is {shape}, was {expected['input_shape']}"
+    if text is not None:
+        return Finding("network", DIFFERENT, text)
+    learnables = sum(array.size for array in net.parameters.values())
+    return Finding("network", EQUAL, f"{len(layers)} layers, {learnables:,} learnables")
+
+
+def check_initial_weights(certificate: Certificate, net: Network, source: str) -> Finding:
+    """Compare the weights of a new network with the first state. `source` says what gave them."""
+    subject, first = "initial weights", certificate.of_kind(STATE)[0]["tables"]
+    if net.unwhitened:
+        return Finding(subject, NONE, "computed from the images: see the state of iteration 0")
+    tables = {"learnables": net.parameters, "state": net.state}
+    for table, arrays in tables.items():
+        arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        if states.table_digest(table, arrays) != first.get(table):
+            return Finding(subject, DIFFERENT, f"{table}: they are not those of {source}")
+    return Finding(subject, EQUAL, f"from {source}")

@@ -1,0 +1,266 @@
+"""`python -m mpidl.audit`: check a certified run, and replay parts of it."""
+
+import argparse
+import copy
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mpidl.certificates import audit, settings
+from mpidl.certificates.audit import Auditor, Selection, Stopped
+from mpidl.certificates.certificate import Certificate
+from mpidl.certificates.chain import START
+from mpidl.certificates.checks import DIFFERENT, EQUAL, Finding
+from mpidl.certificates.replay import NEUTRAL, Material
+from mpidl.cli import arguments, start, train_run, user_files
+from mpidl.cli.parser import RUN, Parser
+from mpidl.errors import UserError
+from mpidl.files import on_rank_0
+from mpidl.nn import zoo
+from mpidl.options.declaration import Rule, check_value, flag, rule_of
+from mpidl.ranks import failure
+from mpidl.ranks.world import World
+from mpidl.report import Console
+from mpidl.text import name_list
+from mpidl.training.files.folder_lock import FolderLock
+from mpidl.training.options import training_options
+from mpidl.training.options.run_inputs import INPUTS
+from mpidl.training.options.training_options import OPTIONS
+
+EXIT_CODES = """\
+exit codes: 0 nothing differs from the certificate; 1 something differs, or an error; 2 invalid
+options, or a file that is not a certificate; 75 stopped by a signal (USR1, TERM, INT)
+"""
+COMMON = """
+steps sample seed data validation_data test_data weights network layers signers
+""".split()
+# Inputs and options of a run that the auditor chooses.
+SETS = ("data", "validation_data", "test_data")
+SPEED = ("device", "gpus", "graphs", "threads", "workers", "prefetch", "cache_mb", "timeout")
+SEED = Rule(int, "between 0 and 2**63 - 1", 0, 2**63 - 1)
+
+
+def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the arguments of mpidl.audit; `arguments.train` describes parameters and errors.
+
+    The attributes selection and typed are a `Selection`, and a dict {name: value} of the typed
+    inputs and options of the run.
+    """
+    parser = Parser(
+        "mpidl.audit",
+        "Check a certified run: its certificate, its files and its data, and replay parts of the\n"
+        "training on all ranks that mpirun or srun started. The weights must have the same bytes.",
+        quiet,
+        COMMON,
+        RUN,
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("run", metavar="RUN", help="The folder of a run, or its certificate.json")
+    parser.text("--steps", "A:B", "Replay these iterations; default: all iterations")
+    parser.number(
+        "--sample",
+        "Replay K segments, drawn at random. A segment is between two states from which a replay "
+        "can start (train --checkpoint-keep)",
+        metavar="K",
+    )
+    parser.text("--seed", "N", "Seed of --sample; default: a new seed, which is printed", type=SEED)
+    parser.add_options(
+        *SETS,
+        "weights",
+        "network",
+        data="the data of the certificate, if they are embedded",
+        network="the layers of the certificate",
+    )
+    parser.text("--layers", "FILE.py", "Python file with the network's custom layer classes")
+    parser.text(
+        "--salt",
+        "FILE",
+        "The salt of the digests of the images; default: certificate-salt.txt beside the "
+        "certificate",
+    )
+    parser.text(
+        "--signers",
+        "FILE",
+        "Names and keys of those who may sign the certificate, as ssh-keygen reads them",
+    )
+    parser.text("--checkpoints", "DIR", "Folder with checkpoints of the run; default: RUN")
+    parser.add_options(*arguments.STORAGE, *SPEED)
+    values = vars(parser.parse(argv))
+    numbers = {name: values.pop(name) for name in ("steps", "sample", "seed")}
+    selection = Selection.of_arguments(**numbers)
+    typed = {name: values.pop(name) for name in tuple(values) if name in OPTIONS | INPUTS}
+    return argparse.Namespace(**values, selection=selection, typed=typed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parsed = parse(argv, quiet=failure.launched_rank() > 0)
+    timeout = parsed.typed.get("timeout", training_options.TrainingOptions().timeout)
+    world = World(timeout=timeout, threads=None)
+    console = Console(world.rank, stream=sys.stderr)  # stdout is for the findings
+    with failure.Signals() as signals, FolderLock(world) as lock, console:
+        auditor = Auditor(
+            world,
+            parsed.run,
+            lambda finding: console_line(console, finding),
+            console,
+            lambda: golden_failures(),
+        )
+        try:
+            Command(parsed, auditor, signals, lock).run()
+        except Stopped as error:
+            console.close()
+            if world.rank == 0:
+                print(f"mpidl: {error}", file=sys.stderr)
+            return arguments.STOPPED
+    result = auditor.result
+    if world.rank == 0:
+        text = "all checks agree with the certificate"
+        if not result.is_equal:
+            text = name_list(result.differing)
+        print(f"{EQUAL if result.is_equal else DIFFERENT}: {text}", flush=True)
+    return 0 if result.is_equal else 1
+
+
+def golden_failures() -> list[str]:
+    """Return the names of the golden hashes that this machine does not reproduce."""
+    return []
+
+
+def console_line(console: Console, finding: Finding) -> None:
+    """Print a finding to stdout, above the progress on stderr."""
+    console.close()
+    print(finding, flush=True)
+
+
+class Command:
+    """The work of the command.
+
+    Parameters
+    ----------
+    parsed : Namespace
+        The result of `parse`.
+    auditor : Auditor
+        The checks.
+    signals : Signals
+        Requests to stop.
+    lock : FolderLock
+        A lock that is not taken, because an audit writes no files.
+    """
+
+    def __init__(
+        self,
+        parsed: argparse.Namespace,
+        auditor: Auditor,
+        signals: failure.Signals,
+        lock: FolderLock,
+    ) -> None:
+        self.parsed, self.auditor, self.signals, self.lock = parsed, auditor, signals, lock
+        self.world = auditor.world
+
+    def run(self) -> None:
+        """Make all checks."""
+        parsed, auditor = self.parsed, self.auditor
+        auditor.check_files(parsed.signers)
+        if auditor.certificate.disorder is not None:
+            return
+        auditor.check_checkpoints(parsed.checkpoints)
+        # Every rank needs the custom layers.
+        layers = user_files.user_layers(parsed.layers)
+        training = self._open()
+        material, source = self._material(training, layers)
+        auditor.compare(material, source, training.sets.test, parsed.salt)
+        auditor.replay(material, parsed.selection, self.signals, training.sets.test)
+
+    def _open(self):
+        """Open the images, and the network of --weights, as the command `train` does."""
+        first = self.auditor.certificate.of_kind(START)[0]
+        if first["optimizer"] is not None:
+            raise UserError(
+                f"{self.auditor.certificate.path}: the run had an optimizer of a Python program: "
+                "use dl.audit"
+            )
+        typed = on_rank_0(self.world, lambda: typed_of(self.auditor.certificate, self.parsed.typed))
+        training = train_run.Training(typed, self.world, self.signals, self.lock)
+        training.resolve_options()
+        last = self.auditor.certificate.of_kind(START)[-1]
+        names = {name: typed[name] for name in SPEED if name in typed}
+        training.options = audit.options_of(self.auditor.certificate, last, names)
+        training.open_data()
+        lines = [*training.notes, *self.world.use_threads(training.options.threads)]
+        for line in [*start.arithmetic(self.world), *lines]:
+            print(line, file=sys.stderr)
+        return training
+
+    def _material(self, training, layers):
+        """Return the material of the audit, and what gave the initial weights."""
+        certificate, typed = self.auditor.certificate, self.parsed.typed
+        if training.source is not None or ".py:" in (typed.get("network") or ""):
+            training.build_network()
+            network, source = training.net, str(typed.get("weights") or typed.get("network"))
+        else:
+            network, source = audit.network_of(certificate, layers), audit.seed_of(certificate)
+        names = {name: training.options for name in SPEED}
+        replaced = {name: getattr(options, name) for name, options in names.items()}
+        replaced["validation"] = training.options.validation
+        material = Material(
+            training.sets.train, lambda: copy.deepcopy(network), replaced, lambda: None
+        )
+        return material, source
+
+
+def typed_of(certificate: Certificate, typed: dict[str, Any]) -> dict[str, Any]:
+    """Return the options and inputs of a run, as if the auditor had typed them.
+
+    A certificate has no paths, and the Python code that it names is not run.
+
+    Raises
+    ------
+    UserError
+        If the auditor must say where images or weights are.
+    """
+    first = certificate.of_kind(START)[0]
+    texts, inputs = certificate.of_kind(START)[-1]["options"], first["inputs"]
+    values = {
+        name: check_value(rule_of(OPTIONS[name]), text, flag(name), text=True)
+        for name, text in texts.items()
+        if name in OPTIONS and name not in NEUTRAL and not text.startswith(settings.FUNCTION)
+    }
+    for name, text in inputs.items():
+        if name not in INPUTS:
+            raise UserError(f"{certificate.path}: unknown input {name:.50}")
+        values[name] = check_value(rule_of(INPUTS[name]), text, flag(name), text=True)
+    values |= {"verbose": "off", "plots": "none", **typed}
+    _need_sets(certificate, values)
+    # The run would have refused these values if its user had typed them.
+    if first["data"]["validation"] is None:
+        values.pop("validation_frequency", None)
+    if values.get("test_fraction") == INPUTS["test_fraction"].default:
+        del values["test_fraction"]
+    if "test_data" not in values or not inputs:
+        # The test images were at a path, or there were none.
+        values["test_data"] = values.get("test_data")
+        if values["test_data"] is None:
+            values["test_fraction"] = 0.0
+    if first["weights"] is None and "weights" in typed:
+        raise UserError(f"--weights {typed['weights']}: the run did not start from weights")
+    if first["weights"] is not None and "weights" not in typed:
+        digest = first["weights"]["sha256"]
+        raise UserError(f"--weights: expected the file with sha256 {digest}, found none")
+    network = values.get("network")
+    if "network" not in typed and network not in zoo.NETWORKS:
+        values["network"] = None if "weights" in typed else INPUTS["network"].default
+    return values
+
+
+def _need_sets(certificate, values):
+    data = certificate.of_kind(START)[-1]["data"]
+    has_own = values.get("validation_fraction") or values.get("fold")
+    # The data of a Python program may contain validation images; those of the command would say so.
+    has_own = has_own or not certificate.of_kind(START)[0]["inputs"]
+    needs = {"data": True, "validation_data": data["validation"] is not None and not has_own}
+    for name, is_needed in needs.items():
+        if is_needed and name not in values:
+            raise UserError(
+                f"{flag(name)}: expected the images of the run, which a certificate does not name"
+            )

@@ -1,0 +1,517 @@
+"""Replay parts of a certified run, and compare them with the links of its certificate.
+
+A replay trains like the run, from the initial network or from a checkpoint whose tables have the
+digests of a state. A hook compares the states, losses and validations with the certificate, and
+ends the replay. Nothing is trusted that a digest does not cover.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpidl import numerics
+from mpidl.certificates import settings, states
+from mpidl.certificates.certificate import Certificate
+from mpidl.certificates.chain import END, START, STATE, VALIDATION, Link
+from mpidl.errors import NotFinite, UserError
+from mpidl.evaluation.validation import BEST, held_out
+from mpidl.files import on_rank_0
+from mpidl.ranks.failure import Signals
+from mpidl.report import Console, metrics
+from mpidl.text import printable
+from mpidl.training import input_pipeline
+from mpidl.training.files import checkpoint, model_file, run_state
+from mpidl.training.files.folder_lock import FolderLock
+from mpidl.training.files.resume_changes import resumable
+from mpidl.training.optimizers.checks import optimizer_spec
+from mpidl.training.progress import OUTPUT_FUNCTION, EpochSummary, Position
+from mpidl.training.session import Session
+
+if TYPE_CHECKING:
+    from mpidl.data.datastore import Datastore
+    from mpidl.nn import Network
+    from mpidl.ranks.world import World
+    from mpidl.training.options.training_options import TrainingOptions
+    from mpidl.training.steps import StepResult
+    from mpidl.training.trainer import Trainer
+
+Arrays = dict[str, dict[str, np.ndarray]]
+REACHED = "audit"  # the reason for which a replay stops; the network is then not finished
+NAME = re.compile(r"[0-9]{8,}\.h5")  # of a checkpoint that a run keeps
+# Options that do not change the weights. A replay has the auditor's values, or these.
+NEUTRAL: dict[str, Any] = {
+    "audit_every": 0,
+    "certify": "none",
+    "certify_key": None,
+    "checkpoint_keep": 0,
+    "on_lost_rank": "stop",
+    "plots": "none",
+    "tensorboard": "off",
+    "timeline": 0,
+    "track": None,
+    "verbose": "off",
+    "verbose_every": 0,
+    "worker_load": None,
+    **{name: None for name in ("device", "gpus", "graphs", "threads", "workers", "prefetch")},
+    **{name: None for name in ("cache_mb", "timeout", "timeline_mb")},
+}
+# A resumed run may train longer. All parts of a replay have the last value, because a longer run
+# passes through the states of a shorter one.
+LENGTH = ("epochs", "max_iterations", "validation_patience")
+
+
+class Material(NamedTuple):
+    """What an audit trains.
+
+    Attributes
+    ----------
+    train : Datastore
+        The training images.
+    network : callable
+        Function that returns a new network with the weights that the run began with.
+    replaced : dict
+        Values of options that replace the texts of the certificate: those in `NEUTRAL`, functions,
+        and `validation`, the validation images.
+    optimizer : callable
+        Function that returns a new optimizer, or None if the options describe it.
+    """
+
+    train: Datastore
+    network: Callable[[], Network]
+    replaced: dict[str, Any]
+    optimizer: Callable[[], Any]
+
+
+class Point(NamedTuple):
+    """A state from which a replay may start: the initial one (no path) or a checkpoint."""
+
+    iteration: int
+    path: str | None = None
+
+
+class Difference(NamedTuple):
+    """What differs from the certificate, and the first iteration in which it does."""
+
+    iteration: int
+    text: str
+
+
+def paths_of(folder: str) -> list[str]:
+    """Return the paths of the checkpoints in the folder of a run, and in its checkpoints/."""
+    paths = []
+    for place in (os.path.join(folder, checkpoint.KEEP_FOLDER), folder):
+        names = sorted(os.listdir(place)) if os.path.isdir(place) else []
+        paths += [os.path.join(place, name) for name in names if NAME.fullmatch(name)]
+    paths += [os.path.join(folder, name) for name in (checkpoint.CURRENT, checkpoint.PREVIOUS)]
+    return [path for path in paths if os.path.lexists(path)]
+
+
+def load_covered(path: str, certificate: Certificate) -> tuple[Arrays, dict[str, Any]] | None:
+    """Return the arrays and facts of a checkpoint, or None if the certificate has no state of it.
+
+    Raises
+    ------
+    UserError
+        If the file is damaged, or if a table is not that of the certificate.
+    """
+    name = printable(path)
+    try:
+        arrays, attributes = model_file.read(path)
+        facts = checkpoint.facts_of(attributes)
+        position = Position(**facts["position"])
+        progress = states.progress_digest(position)
+    except (model_file.Torn, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{name}: expected a checkpoint: {error}") from None
+    links = {link["iteration"]: link for link in certificate.of_kind(STATE)}
+    link = links.get(position.iteration)
+    if link is None:
+        return None
+    differing = _differing(link["tables"], states.table_digests(arrays))
+    differing += ["progress"] if progress != link["progress"] else []
+    if differing:
+        raise UserError(
+            f"{name}: {', '.join(differing)} differ from the state of iteration {link['iteration']}"
+        )
+    return arrays, facts
+
+
+def _differing(expected, computed):
+    """Return the names whose digests differ between two dicts."""
+    return [name for name in {**expected, **computed} if expected.get(name) != computed.get(name)]
+
+
+def options_of(
+    certificate: Certificate, start: Link, replaced: Mapping[str, Any]
+) -> TrainingOptions:
+    """Return the options of a replay from a start on; see `Material` for `replaced`."""
+    last = certificate.of_kind(START)[-1]["options"]
+    texts = {**start["options"], **{name: last[name] for name in LENGTH if name in last}}
+    values = {name: value for name, value in NEUTRAL.items() if value is not None}
+    dropped = {name for name in NEUTRAL if name not in values}
+    texts = {name: text for name, text in texts.items() if name not in dropped}
+    return settings.options_from(texts, **{**values, **replaced})
+
+
+def parts_of(certificate: Certificate, first: int, last: int) -> list[tuple[Link, int]]:
+    """Return (start, last iteration) of the parts of a replay that have the same options."""
+    starts = certificate.of_kind(START)
+    current = [start for start in starts if start["iteration"] <= first][-1]
+    parts = []
+    for start in starts:
+        if not first < start["iteration"] < last:
+            continue
+        if _effective(start) != _effective(current):
+            parts.append((current, start["iteration"]))
+        current = start
+    return [*parts, (current, last)]
+
+
+def _effective(start):
+    """Return the texts of the options that change the weights."""
+    ignored = {*NEUTRAL, *LENGTH, "certify_every"}
+    return {name: text for name, text in start["options"].items() if name not in ignored}
+
+
+class Comparison:
+    """The hook that compares a replay with a certificate, on rank 0, and ends the replay.
+
+    Parameters
+    ----------
+    certificate : Certificate
+        The certificate.
+    stops : sequence of int
+        Iterations of states, in order. The replay ends with the last one.
+    passed : callable
+        Function that rank 0 calls with each of `stops` that the replay has reached.
+
+    Attributes
+    ----------
+    difference : Difference or None
+        The first difference, on rank 0.
+    handover : (arrays, facts) or None
+        The state at the end of a part, from which the next part resumes.
+    """
+
+    sees_state = True  # the place of this hook is that of the recorder
+
+    def __init__(
+        self,
+        certificate: Certificate,
+        stops: Sequence[int],
+        passed: Callable[[int], object] = lambda iteration: None,
+    ) -> None:
+        self.states = {link["iteration"]: link for link in certificate.of_kind(STATE)}
+        self.validations = {link["iteration"]: link for link in certificate.of_kind(VALIDATION)}
+        self.end_link = certificate.of_kind(END)[-1]
+        self.stops, self.passed = list(stops), passed
+        self.intervals: list[int] = []
+        self.part_end = self.stops[-1]
+        self.difference: Difference | None = None
+        self.handover: tuple[Arrays, dict[str, Any]] | None = None
+        self.losses: dict[int, float | None] = {}
+        self.scores: dict[int, dict[str, Any]] = {}  # of validations
+        self.compared = 0  # the last iteration whose validation has been compared
+        self._missing: tuple[int, int] | None = None  # state after a rollback that has yet to come
+        self._best: tuple[int, dict[str, str]] = 0, {}
+
+    def begin(self, start: Link, part_end: int) -> None:
+        """Prepare for a part of the replay, which has the options of a start."""
+        names = ("certify_every", "checkpoint_keep")
+        numbers = (int(start["options"].get(name, "0")) for name in names)
+        self.intervals, self.part_end = [n for n in numbers if n], part_end
+        self.handover = None
+
+    @property
+    def is_to_the_end(self) -> bool:
+        """Whether the replay ends as the run did, with the network that the run returned."""
+        return self.part_end == self.end_link["iteration"] == self.stops[-1]
+
+    def start(self, trainer: Trainer) -> None:
+        trainer.writer.listeners.append(lambda record: self._validated(trainer, record))
+        if trainer.position.iteration == 0:
+            self._reach(trainer)
+
+    def iteration(self, trainer: Trainer, result: StepResult) -> None:
+        self.losses[result.info.iteration] = metrics.number(result.loss)
+
+    def step(self, trainer: Trainer) -> None:
+        if not trainer.at_epoch_end:
+            self._reach(trainer)
+
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
+        self._reach(trainer)
+
+    def end(self, trainer: Trainer) -> None:
+        if self.is_to_the_end and self.difference is None and trainer.stopped != REACHED:
+            if trainer.world.rank == 0:
+                self._compare_end(trainer)
+
+    def _reach(self, trainer):
+        """Compare the state if the certificate has one, and stop if this is the last one."""
+        iteration, rollbacks = trainer.position.iteration, trainer.position.rollbacks
+        if self.difference is not None:
+            return
+        is_compared = False
+        if trainer.world.rank == 0 or iteration >= self.part_end:
+            trainer.wait()
+        if trainer.world.rank == 0:
+            is_compared = self._compare(trainer, iteration, rollbacks)
+            if is_compared and self.difference is None and iteration in self.stops:
+                self.passed(iteration)
+        is_last = iteration == self.stops[-1]
+        if iteration == self.part_end and not is_last:
+            self.handover = _snapshot(trainer)
+            self._stop(trainer)
+        elif self.difference is not None or (is_compared and is_last and not self.is_to_the_end):
+            self._stop(trainer)
+        elif is_last and self.is_to_the_end and self.end_link["stopped"] == OUTPUT_FUNCTION:
+            trainer.stop()
+
+    def _stop(self, trainer):
+        trainer.signals.name = trainer.signals.name or REACHED
+
+    def _differ(self, iteration, text):
+        self.difference = self.difference or Difference(iteration, text)
+
+    def _compare(self, trainer, iteration, rollbacks):
+        """Compare a state, and return whether this is done. A rollback may have yet to come."""
+        link = self.states.get(iteration)
+        if iteration > self.end_link["iteration"]:
+            self._differ(iteration, "the options train on, but the run has ended")
+        elif self._missing is not None and rollbacks < self._missing[1]:
+            self._await_rollback(trainer, iteration, *self._missing)
+        elif link is None:
+            is_due = trainer.position.batch == 0 or any(not iteration % n for n in self.intervals)
+            if is_due:
+                self._differ(iteration, "the certificate has no state of this iteration")
+        elif rollbacks < link["rollbacks"]:
+            self._missing = iteration, link["rollbacks"]
+            self._await_rollback(trainer, iteration, *self._missing)
+        elif rollbacks > link["rollbacks"]:
+            count = link["rollbacks"]
+            self._differ(
+                iteration, f"the replay has rolled back {rollbacks} times, the run {count}"
+            )
+        else:
+            self._missing = None
+            self._compare_state(trainer, link)
+            return True
+        return False
+
+    def _await_rollback(self, trainer, iteration, state, rollbacks):
+        """Differ if the run rolled back to a state that the replay no longer keeps."""
+        interval, options = trainer.options.checkpoint_every, trainer.options
+        is_kept = trainer.position.batch == 0 or bool(interval and iteration % interval == 0)
+        if options.on_nan != "rollback" or self._is_past:
+            self._differ(state, f"the run has rolled back {rollbacks} times, the replay has not")
+        self._is_past = is_kept
+
+    _is_past = False
+
+    def _compare_state(self, trainer, link):
+        iteration, losses = link["iteration"], link["losses"]
+        for i, loss in enumerate(losses, iteration - len(losses) + 1):
+            if self.losses.get(i, loss) != loss:
+                self._differ(i, f"the loss is {self.losses[i]}, was {loss}")
+        self._compare_validations(iteration)
+        state = states.state_of(trainer)
+        differing = _differing(link["tables"], state["tables"])
+        names = ("epoch", "progress")
+        differing += [name for name in names if state[name] != link[name]]
+        if differing:
+            self._differ(iteration, f"{', '.join(differing)} differ")
+
+    def _compare_validations(self, last, is_end=False):
+        """Compare the validations up to an iteration.
+
+        The validation of the last iteration may follow the state, at the end of the run.
+        """
+        for i in sorted({*self.validations, *self.scores}):
+            if not self.compared < i <= last:
+                continue
+            expected, computed = self.validations.get(i), self.scores.get(i)
+            if i == last and computed is None and not is_end:
+                continue
+            if expected is None or computed is None:
+                whose = "the certificate" if expected is None else "the replay"
+                self._differ(i, f"{whose} has no validation of this iteration")
+                continue
+            for name, value in computed.items():
+                if value != expected[name]:
+                    text = "" if name == "best" else f" is {value}, was {expected[name]}"
+                    self._differ(i, f"validation: {name}{text or ' differs'}")
+        self.compared = last - 1
+
+    def _validated(self, trainer, record):
+        if record["kind"] != "validation" or trainer.world.rank:
+            return
+        validation = trainer.validation
+        if validation.best and self._best[0] != validation.iteration:
+            tables = validation.tables()
+            digests = {name: states.table_digest(name, tables[name]) for name in tables}
+            self._best = validation.iteration, digests
+        best = self._best[1] if validation.best else {}
+        scores = {name: metrics.number(record[name]) for name in ("loss", "accuracy")}
+        self.scores[record["iteration"]] = {**scores, "best": best}
+
+    def _compare_end(self, trainer):
+        """Compare the results of the run."""
+        link, iteration = self.end_link, trainer.position.iteration
+        last = link["iteration"]
+        if iteration != last:
+            self._differ(iteration, f"the replay ends here, the run after iteration {last}")
+            return
+        self._compare_validations(last, is_end=True)
+        loss, accuracy = trainer.validation.of_the_result()
+        validation = None
+        if trainer.validation.store is not None and loss is not None:
+            validation = {"loss": metrics.number(loss), "accuracy": metrics.number(accuracy)}
+        computed = {
+            "stopped": trainer.stopped,
+            "returned_iteration": trainer.returned_iteration,
+            "validation": validation,
+            "weights": model_file.weights_sha256(trainer.net),
+        }
+        for name, value in computed.items():
+            if value != link[name]:
+                self._differ(last, f"{name.replace('_', ' ')}: {value}, was {link[name]}")
+
+
+def _snapshot(trainer):
+    arrays, facts = run_state.collect(trainer)
+    return run_state.copied(arrays), {"position": asdict(trainer.position), **facts}
+
+
+class Replay:
+    """A replay of consecutive segments. Collective.
+
+    Parameters
+    ----------
+    world : World
+        The ranks of the auditor.
+    certificate : Certificate
+        The certificate.
+    material : Material
+        What to train.
+    signals : Signals
+        Requests to stop the audit.
+    """
+
+    def __init__(
+        self, world: World, certificate: Certificate, material: Material, signals: Signals
+    ) -> None:
+        self.world, self.certificate, self.material = world, certificate, material
+        self.signals = signals
+        self.net: Network | None = None  # the network of a replay to the end
+
+    def run(self, point: Point, comparison: Comparison) -> Difference | None:
+        """Replay from a point to the last of the comparison's stops; return a difference, if any.
+
+        Raises
+        ------
+        UserError
+            If the checkpoint is damaged or is not that of the certificate.
+        """
+        resume, last = self._resume_of(point), comparison.stops[-1]
+        comparison.compared = point.iteration
+        for start, part_end in parts_of(self.certificate, point.iteration, last):
+            comparison.begin(start, part_end)
+            try:
+                self._train(start, resume, comparison)
+            except NotFinite as error:
+                comparison._differ(point.iteration, error.description)
+                break
+            if comparison.handover is None or self.signals.name is not None:
+                break
+            resume = comparison.handover
+        return self.world.broadcast(comparison.difference)
+
+    def _resume_of(self, point):
+        """Return the arrays and facts of the checkpoint of a point, or None."""
+        if point.path is None:
+            return None
+        loaded = on_rank_0(self.world, lambda: load_covered(str(point.path), self.certificate))
+        if loaded is None:
+            raise UserError(f"{printable(point.path)}: the file has changed since the audit began")
+        arrays, facts = loaded
+        validation = _validation_facts(self.certificate, arrays, facts, point)
+        position = {**facts["position"], "seconds": 0.0}
+        return arrays, {"position": position, "validation": validation, **_rollback_facts(facts)}
+
+    def _train(self, start, resume, comparison):
+        world, material = self.world, self.material
+        options = options_of(self.certificate, start, material.replaced)
+        images, options = held_out(material.train, options)
+        net, optimizer = material.network(), material.optimizer()
+        input_pipeline.check(net, images, options)
+        if resume is not None:
+            resume = _with_facts(resume, options, net, images, world, optimizer)
+        console = Console(1)  # prints nothing
+        with FolderLock(world) as lock:
+            session = Session(world, lock, None, resume)
+            session.use_options(options, console)
+            with session.active((), self.signals):
+                result = session.train(net, images, options, [comparison], optimizer=optimizer)
+        self.net = net
+        if result.stopped == REACHED and self.signals.name in (REACHED, None):
+            self.signals.name, self.signals.agreed = None, False
+
+
+def _with_facts(resume, options, net, images, world, optimizer):
+    """Add the facts of this replay, which a resumed run compares with those of its checkpoint."""
+    arrays, facts = resume
+    now = resumable(options, net, images, world.size)
+    spec = None if optimizer is None else optimizer_spec(optimizer)
+    validation = {**facts["validation"], **now["validation"]}
+    rest = {**now, "validation": validation, "optimizer": spec, **numerics.current()}
+    return arrays, {**facts, **rest, **input_pipeline.facts(options)}
+
+
+def _validation_facts(certificate, arrays, facts, point):
+    """Return the state of the validations at a checkpoint, from the links of the certificate."""
+    links = [v for v in certificate.of_kind(VALIDATION) if v["iteration"] <= point.iteration]
+    saved = facts.get("validation")
+    is_owed = isinstance(saved, dict) and saved.get("owed") is True
+    if is_owed and links and links[-1]["iteration"] == point.iteration:
+        links = links[:-1]  # the resumed run made this validation first
+    best = {name: states.table_digest(name, arrays[name]) for name in BEST if name in arrays}
+    if best != (links[-1]["best"] if links else {}):
+        raise UserError(
+            f"{printable(point.path)}: the best network differs from that of the certificate"
+        )
+    state: dict[str, Any] = {
+        "loss": float("inf"),
+        "accuracy": None,
+        "iteration": 0,
+        "waited": 0,
+        "owed": is_owed,
+    }
+    for link in links:
+        if link["loss"] is not None and link["loss"] < state["loss"]:
+            state |= {name: link[name] for name in ("loss", "accuracy", "iteration")}
+            state["waited"] = 0
+        else:
+            state["waited"] += 1
+    if links:
+        last = links[-1]
+        loss = float("nan") if last["loss"] is None else last["loss"]
+        state |= {"last": [last["accuracy"], loss, 0], "at": last["iteration"]}
+    return state
+
+
+def _rollback_facts(facts):
+    """Return the facts of the state to which a run rolls back, if the checkpoint has one."""
+    try:
+        saved = facts["rollback"]
+        position = asdict(Position(**saved["position"]))
+        if all(value is None or type(value) in (int, float) for value in position.values()):
+            return {"rollback": {"position": position, "validation": saved["validation"]}}
+    except (KeyError, TypeError):
+        pass
+    return {}

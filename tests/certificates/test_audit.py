@@ -1,0 +1,603 @@
+"""Test that an audit finds and names each kind of tampering, and that it accepts an honest run."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import certificate_files
+import certified_runs
+import numpy as np
+import pytest
+from certified_runs import audit, chain, train_run, write_data
+
+import mpidl as dl
+from mpidl.certificates import command, recording, sources
+from mpidl.core import keyed
+from mpidl.errors import UserError
+from mpidl.training.files import model_file
+
+SIGNER = "alice@example.org"
+
+
+def new_key(path):
+    words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(path)]
+    subprocess.run(words, check=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def honest(tmp_path_factory):
+    """A folder with a set, an honest certified run, its key, and the file of its signers."""
+    folder = tmp_path_factory.mktemp("honest")
+    write_data(folder / "set.npz")
+    key = new_key(folder / "key")
+    signer = f"{SIGNER} {key.with_suffix('.pub').read_text()}"
+    (folder / "signers").write_text(signer)
+    train_run(folder / "set.npz", folder / "run", "--certify-key", key)
+    return folder
+
+
+@pytest.fixture
+def files(honest, tmp_path):
+    """A copy of the files of an honest run, for a test that changes them."""
+    return shutil.copytree(honest, tmp_path / "files")
+
+
+def audit_files(folder, *words, signers=True):
+    signed = ("--signers", folder / "signers") if signers else ()
+    return audit(folder / "run", folder / "set.npz", *signed, *words)
+
+
+def test_an_honest_run_is_equal(honest):
+    result = audit_files(honest)
+    assert (result.code, result.differing) == (0, []), result.lines
+    verdicts = {line.split("  ")[0]: line[22:].split()[0] for line in result.lines[:-1]}
+    segments = [f"iterations {a}-{b}" for a, b in ((0, 4), (4, 8), (8, 12), (12, 15))]
+    subjects = "certificate signature software arithmetic model options checkpoints data network"
+    names = [*subjects.split(), "initial weights", *segments, "test"]
+    assert verdicts == dict.fromkeys(names, "equal")
+    assert result.of("signature")[0][1].startswith(f"{SIGNER} (ED25519 SHA256:")
+    (checkpoints,) = result.of("checkpoints")
+    assert checkpoints == ("equal", "5, of iterations 0, 4, 8, 12, 15")
+
+
+# Tampering with the images.
+
+
+def set_images(change):
+    """Return a function that changes the arrays of the auditor's set."""
+
+    def tamper(folder):
+        arrays = certified_runs.arrays()
+        changed = change(arrays)
+        write_data(folder / "set.npz", **(changed or arrays))
+
+    return tamper
+
+
+def swap(arrays, i, j):
+    for name in ("images", "labels"):
+        arrays[name][[i, j]] = arrays[name][[j, i]]
+
+
+def leave_out(arrays, i):
+    return arrays | {name: np.delete(arrays[name], i, axis=0) for name in ("images", "labels")}
+
+
+def add(arrays):
+    names = ("images", "labels")
+    return arrays | {n: np.concatenate([arrays[n], arrays[n][:1]]) for n in names}
+
+
+def pixel(arrays):
+    arrays["images"][17, 0, 9, 9] += 1
+
+
+def label(arrays):
+    arrays["labels"][17] = (arrays["labels"][17] + 1) % 3
+
+
+def test_pixel(arrays):
+    arrays["images_test"][3, 0, 9, 9] += 1
+
+
+test_pixel.__test__ = False
+IMAGES = {
+    "a pixel": (pixel, "with other pixels: image 17"),
+    "a label": (label, "with another label: image 17"),
+    "two images swapped": (lambda arrays: swap(arrays, 5, 40), "swapped"),
+    "an image left out": (lambda arrays: leave_out(arrays, 17), "images is"),
+    "an image added": (add, "images is"),
+    "the order": (
+        lambda arrays: arrays | {n: arrays[n][::-1] for n in ("images", "labels")},
+        "images differ",
+    ),
+    "the names of classes": (
+        lambda arrays: arrays | {"classes": np.array(["bar", "dot", "box"])},
+        "classes is ['bar', 'dot', 'box'], was ['bar', 'box', 'dot']",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_other_images_are_named(files, kind):
+    change, text = IMAGES[kind]
+    set_images(change)(files)
+    result = audit_files(files)
+    assert (result.code, result.differing) == (1, ["data"]), result.lines
+    assert any(v == "DIFFERENT" and text in line for v, line in result.of("data")), result.lines
+    assert result.of("iterations") == [("none", "not replayed, because the data differ")]
+
+
+def test_other_test_images_do_not_prevent_replays(files):
+    set_images(test_pixel)(files)
+    result = audit_files(files)
+    assert (result.code, result.differing) == (1, ["data", "test"]) or result.differing == ["data"]
+    (line,) = [text for verdict, text in result.of("data") if verdict == "DIFFERENT"]
+    assert line.startswith("test: ") and "with other pixels: image 3" in line
+    assert result.of("iterations 12-15")[0][0] == "equal"
+
+
+# Tampering with the certificate, of which the chain is bound anew.
+
+
+def put(value, index, *keys):
+    """Return a function that replaces a value in a link of a chain."""
+
+    def change(predicate):
+        place = predicate["chain"][index]
+        for key in keys[:-1]:
+            place = place[key]
+        assert keys[-1] in place
+        place[keys[-1]] = value
+
+    return change
+
+
+def state_at(folder, iteration):
+    """Return the index of the state of an iteration."""
+    links = chain(folder / "run")
+    return next(
+        i for i, x in enumerate(links) if x["kind"] == "state" and x["iteration"] == iteration
+    )
+
+
+def forge(folder, *changes):
+    """Change the certificate, bind its chain anew, and remove what shows that it is a forgery."""
+    path = folder / "run" / "certificate.json"
+    for change in changes:
+        certificate_files.forge(path, change)
+    (folder / "run" / "certificate.json.sig").unlink(missing_ok=True)
+
+
+def remove_checkpoints(folder):
+    shutil.rmtree(folder / "run" / "checkpoints")
+    for path in (folder / "run").glob("checkpoint*.h5"):
+        path.unlink()
+
+
+ZEROS = "0" * 64
+CERTIFICATE = "cause: the certificate: its states do not follow from this data and these options"
+# {kind: (index of a link or ("state", iteration), keys and value, subject, text)}
+FORGERIES = {
+    "an option": (0, ("options", "learning_rate"), "0.02", "iterations 0-15", CERTIFICATE),
+    "an option of images": (0, ("options", "mixup"), "0.3", "iterations 0-15", CERTIFICATE),
+    "an option of the average": (
+        0,
+        ("options", "average_decay"),
+        "0.8",
+        "iterations 0-15",
+        "optim",
+    ),
+    "the seed": (0, ("options", "seed"), "1", "initial weights", "not those of the seed 1"),
+    "an attribute of a layer": (
+        *(0, ("network", "layers", 1, "epsilon"), 1e-3, "iterations 0-15", CERTIFICATE),
+    ),
+    "a layer": (0, ("network", "layers", 0, "filters"), 5, "initial weights", "not those of"),
+    "the initial state": (("state", 0), ("tables", "state"), ZEROS, "initial weights", "state: "),
+    "the statistics of the images": (
+        *(("state", 0), ("tables", "normalization"), ZEROS, "iterations 0-15"),
+        "from iteration 0 on: normalization differ",
+    ),
+    "a digest": (
+        *(("state", 6), ("tables", "learnables"), ZEROS, "iterations 0-15"),
+        f"from iteration 6 on: learnables differ; {CERTIFICATE}",
+    ),
+    "a loss": (("state", 10), ("losses",), [0.5, 0.5], "iterations 0-15", "9 on: the loss is"),
+    "the progress": (("state", 10), ("progress",), ZEROS, "iterations 0-15", "progress differ"),
+    "a rollback": (
+        *(("state", 10), ("rollbacks",), 1, "iterations 0-15"),
+        "from iteration 10 on: the run has rolled back 1 times, the replay has not",
+    ),
+    "a validation": (
+        ("validation", 8),
+        ("loss",),
+        0.25,
+        "iterations 0-15",
+        "from iteration 8 on: v",
+    ),
+    "the weights": (("end", 15), ("weights",), ZEROS, "iterations 0-15", "weights: "),
+    "the returned iteration": (
+        *(("end", 15), ("returned_iteration",), 14, "iterations 0-15"),
+        "returned iteration: 15, was 14",
+    ),
+    "the accuracy of the test": (("end", 15), ("test", "accuracy"), 0.25, "test", "accuracy is "),
+    "the numerics": (
+        *(0, ("software", "numerics"), 99, "software"),
+        "install mpidl 0.1.0, or another with numerics 99",
+    ),
+    "the number of images": (0, ("data", "train", "images"), 67, "data", "images is 66, was 67"),
+    "the root of the images": (0, ("data", "train", "root"), ZEROS, "data", "the digests differ"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_a_forged_certificate_differs(files, kind):
+    """Without a signature and checkpoints, only replays and other files contradict the chain."""
+    place, keys, value, subject, text = FORGERIES[kind]
+    index = place
+    if place != 0:
+        links = chain(files / "run")
+        pairs = [(link["kind"], link["iteration"]) for link in links]
+        index = pairs.index(place)
+    remove_checkpoints(files)
+    forge(files, put(value, index, *keys))
+    result = audit_files(files, signers=False)
+    assert result.code == 1 and subject in result.differing, result.lines
+    verdict, line = next(x for x in result.of(subject) if x[0] == "DIFFERENT")
+    assert text in line, line
+    assert result.of("certificate")[0][0] == "equal"
+
+
+# Tampering with files, and runs that were not trained as they say.
+
+
+def change_file(path, table, name):
+    """Add 1 to a number in an array of a checkpoint or a model, and mend the checksum."""
+    arrays, attributes = model_file.read(path)
+    arrays[table][name].flat[0] += 1
+    for key in ("format", "format_version"):
+        del attributes[key]
+    path.write_bytes(model_file.pack(arrays, attributes))
+
+
+def change_checkpoint(table):
+    def tamper(folder):
+        path = folder / "run" / "checkpoints" / "00000008.h5"
+        arrays, _ = model_file.read(path)
+        change_file(path, table, next(iter(arrays[table])))
+
+    return tamper
+
+
+def change_model(folder):
+    path = folder / "run" / "model.h5"
+    change_file(path, "learnables", "conv1.weight")
+
+
+def change_without_mending(*arguments):
+    def tamper(folder):
+        def change(statement):
+            put(*arguments)(statement["predicate"])
+
+        certificate_files.changed(folder / "run" / "certificate.json", change)
+
+    return tamper
+
+
+def remove_link(folder):
+    path = folder / "run" / "certificate.json"
+    index = state_at(folder, 6)
+    certificate_files.changed(path, lambda s: s["predicate"]["chain"].pop(index))
+
+
+def remove_link_and_merge(folder):
+    """Remove a state, give its losses to the next one, and bind the chain anew."""
+    index = state_at(folder, 6)
+
+    def change(predicate):
+        losses = predicate["chain"].pop(index)["losses"]
+        following = predicate["chain"][index:]
+        state = next(link for link in following if link["kind"] == "state")
+        state["losses"] = losses + state["losses"]
+
+    forge(folder, change)
+
+
+def tear_checkpoint(folder):
+    path = folder / "run" / "checkpoints" / "00000008.h5"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def another_signer(folder):
+    (folder / "run" / "certificate.json.sig").unlink()
+    key = new_key(folder / "mallory")
+    certificate = folder / "run" / "certificate.json"
+    words = ["ssh-keygen", "-Y", "sign", "-n", "mpidl-certificate", "-f", str(key)]
+    subprocess.run([*words, str(certificate)], check=True, capture_output=True)
+
+
+def sign_before_forging(folder):
+    signature = (folder / "run" / "certificate.json.sig").read_bytes()
+    forge(folder, put("0.02", 0, "options", "learning_rate"))
+    (folder / "run" / "certificate.json.sig").write_bytes(signature)
+
+
+def remove_signature(folder):
+    (folder / "run" / "certificate.json.sig").unlink()
+
+
+def forge_option(folder):
+    forge(folder, put("0.02", 0, "options", "learning_rate"))
+
+
+def forge_layer(folder):
+    forge(folder, put(1e-3, 0, "network", "layers", 1, "epsilon"))
+
+
+def change_manifest(folder):
+    path = folder / "run" / "certificate-images.txt"
+    lines = path.read_text().splitlines()
+    lines[1], lines[2] = lines[2], lines[1]
+    path.write_text("\n".join(lines) + "\n")
+
+
+FILES = {
+    "a digest in a link": (
+        *(change_without_mending(ZEROS, 2, "tables", "learnables"), "certificate"),
+        "link 2 (state, iteration 2) is not the link that link 3 confirms",
+    ),
+    "an option in a link": (
+        *(change_without_mending("1", 0, "options", "seed"), "certificate"),
+        "link 0 (start, iteration 0) is not the link that link 1 confirms",
+    ),
+    "the sources of the software": (
+        *(change_without_mending(ZEROS, 0, "software", "sources"), "certificate"),
+        "link 0 (start, iteration 0) is not the link that link 1 confirms",
+    ),
+    "a link removed": (remove_link, "certificate", "is not the link that"),
+    "a link removed and the chain mended": (
+        *(remove_link_and_merge, "iterations 4-8"),
+        "from iteration 6 on: the certificate has no state of this iteration",
+    ),
+    "a weight in a checkpoint": (
+        *(change_checkpoint("learnables"), "checkpoints"),
+        "00000008.h5: learnables differ from the state of iteration 8",
+    ),
+    "a momentum in a checkpoint": (
+        *(change_checkpoint("optimizer"), "checkpoints"),
+        "00000008.h5: optimizer differ from the state of iteration 8",
+    ),
+    "a torn checkpoint": (tear_checkpoint, "checkpoints", "00000008.h5: expected a checkpoint"),
+    "a weight in the model": (change_model, "model", "model.h5: weights_sha256 is "),
+    "an option, and the checkpoints kept": (
+        *(forge_option, "options", "--learning-rate is 0.01, in the certificate 0.02"),
+    ),
+    "a layer, and the checkpoints kept": (
+        *(forge_layer, "network", "layer batchnorm1: epsilon is 1e-05, was 0.001"),
+    ),
+    "the manifest": (change_manifest, "manifest", "in the certificate it is"),
+    "a forged signature": (sign_before_forging, "signature", "found: "),
+    "another signer": (another_signer, "signature", "expected a key in "),
+    "a removed signature": (remove_signature, "signature", "the certificate is not signed"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_changed_files_are_named(files, kind):
+    tamper, subject, text = FILES[kind]
+    tamper(files)
+    result = audit_files(files)
+    assert result.code == 1 and subject in result.differing, result.lines
+    assert any(v == "DIFFERENT" and text in line for v, line in result.of(subject)), result.lines
+
+
+# Runs that were not trained as their certificates say.
+
+
+@pytest.fixture
+def train_dishonestly(honest, tmp_path):
+    """Return a function that trains like the honest run, and audits the result."""
+
+    def train_and_audit(*options, data="set.npz", claimed=None):
+        folder = tmp_path / "dishonest"
+        train_run(honest / data, folder / "run", *options)
+        shutil.copy(honest / "set.npz", folder)
+        if claimed is not None:
+            claimed(folder)
+        return audit_files(folder, signers=False)
+
+    return train_and_audit
+
+
+def assert_differs(result, segment, text):
+    assert result.code == 1 and segment in result.differing, result.lines
+    verdict, line = result.of(segment)[0]
+    assert verdict == "DIFFERENT" and text in line, line
+
+
+def test_an_honest_second_run_is_equal(train_dishonestly):
+    """Control of the next tests."""
+    assert train_dishonestly().code == 0
+
+
+def test_a_segment_trained_twice(train_dishonestly, monkeypatch):
+    """The second epoch repeats the images of the first one. Its states are recorded honestly."""
+    permutation = keyed.permutation
+
+    def repeated(n, seed, purpose, *, epoch=0):
+        first = 1 if purpose == "shuffle" and epoch == 2 else epoch
+        return permutation(n, seed, purpose, epoch=first)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keyed, "permutation", repeated)
+        run = iter(train_twice := [None])
+        del run, train_twice
+        result = train_dishonestly(claimed=lambda folder: patch.undo())
+    assert_differs(result, "iterations 4-8", "from iteration 6 on: the loss is ")
+    assert CERTIFICATE in result.of("iterations 4-8")[0][1]
+    assert result.of("iterations 0-4")[0][0] == "equal"
+
+
+def test_another_order_of_mini_batches(train_dishonestly, monkeypatch):
+    permutation = keyed.permutation
+
+    def reversed_order(n, seed, purpose, *, epoch=0):
+        order = permutation(n, seed, purpose, epoch=epoch)
+        return order[::-1] if purpose == "shuffle" else order
+
+    monkeypatch.setattr(keyed, "permutation", reversed_order)
+    result = train_dishonestly(claimed=lambda folder: monkeypatch.undo())
+    assert_differs(result, "iterations 0-4", "from iteration 1 on: the loss is ")
+
+
+def test_another_certificate_beside_the_model(files, tmp_path):
+    train_run(files / "set.npz", tmp_path / "other", "--seed", "1")
+    for name in ("certificate.json", "certificate-images.txt"):
+        shutil.copy(tmp_path / "other" / name, files / "run" / name)
+    result = audit_files(files, signers=False)
+    assert result.code == 1 and {"model", "checkpoints"} <= {*result.differing}, result.lines
+    assert "model.h5: weights_sha256 is " in result.of("model")[0][1]
+    assert result.of("iterations 0-15")[0][0] == "equal"
+
+
+def test_images_that_the_certificate_does_not_claim(honest, train_dishonestly, tmp_path):
+    """The run was trained on an image that the certificate replaces with another one."""
+    arrays = certified_runs.arrays()
+    pixel(arrays)
+    write_data(honest / "other.npz", **arrays)
+
+    def claim(folder):
+        links = chain(honest / "run")
+        path = folder / "run" / "certificate-images.txt"
+        shutil.copy(honest / "run" / "certificate-images.txt", path)
+        start, end = links[0], links[-1]
+        forge(
+            folder,
+            put(start["data"], 0, "data"),
+            put(end["test"]["data"], -1, "test", "data"),
+            lambda predicate: predicate["manifest"].update(sha256=recording.sha256_of_file(path)),
+        )
+
+    result = train_dishonestly(data="other.npz", claimed=claim)
+    assert result.of("data")[0][0] == "equal"
+    assert_differs(result, "iterations 0-4", CERTIFICATE)
+
+
+@pytest.mark.parametrize(
+    "build", [pytest.param("numpy", marks=pytest.mark.slow("jobs")), "generic"]
+)
+def test_other_kernels(honest, tmp_path, build):
+    """The cause is the arithmetic; if the certificate conceals it, it is the certificate."""
+    folder = tmp_path / "generic"
+    words = ["--network", certified_runs.NETWORK, "--data", honest / "set.npz"]
+    words += ["--out", folder / "run", "--certify", "public", *certified_runs.OPTIONS]
+    subprocess.run(
+        [sys.executable, "-m", "mpidl.train", *map(str, words)],
+        env=os.environ | {"MPIDL_CPU": build},
+        check=True,
+        capture_output=True,
+    )
+    shutil.copy(honest / "set.npz", folder)
+    result = audit_files(folder, signers=False)
+    (arithmetic,) = result.of("arithmetic")
+    assert arithmetic[0] == "other" and f"(--device cpu with MPIDL_CPU={build})" in arithmetic[1]
+    assert_differs(result, "iterations 0-4", "cause: the arithmetic of this machine")
+    current = sources.arithmetic(dl.World())
+    forge(folder, put(current, 0, "arithmetic"))
+    assert_differs(audit_files(folder, signers=False), "iterations 0-4", CERTIFICATE)
+
+
+def test_a_machine_that_computes_differently(files, monkeypatch):
+    """Golden hashes tell a faulty machine from an untrue certificate."""
+    monkeypatch.setattr(command, "golden_failures", lambda: ["digits, bf16"])
+    forge(files, put("0.02", 0, "options", "learning_rate"))
+    remove_checkpoints(files)
+    text = "cause: the arithmetic of this machine: golden hashes differ (digits, bf16)"
+    assert_differs(audit_files(files, signers=False), "iterations 0-15", text)
+
+
+def test_other_sources_explain_a_difference_but_are_none(files):
+    forge(files, put(ZEROS, 0, "software", "sources"))
+    result = audit_files(files, signers=False)
+    assert result.code == 0 and result.of("software")[0][0] == "other", result.lines
+    forge(files, put("0.02", 0, "options", "learning_rate"))
+    remove_checkpoints(files)
+    text = "from this data and these options, or other sources of mpidl"
+    assert_differs(audit_files(files, signers=False), "iterations 0-15", text)
+
+
+# Segments, arguments, Python.
+
+
+def test_steps_and_samples(honest):
+    result = audit_files(honest, "--steps", "5:9")
+    assert [line for line in result.lines if line.startswith("iterations")][0].split()[1] == "4-10"
+    assert result.code == 0 and not result.of("test")
+    samples = []
+    for seed in (0, 1, 2, 0):
+        result = audit_files(honest, "--sample", 2, "--seed", seed)
+        assert result.of("sample") == [("equal", f"2 of 4 segments, drawn by --seed {seed}")]
+        samples.append([x.split()[1] for x in result.lines if x.startswith("iterations")])
+        assert len(samples[-1]) == 2 and result.code == 0
+    assert samples[0] == samples[-1] and len(set(map(tuple, samples))) > 1
+    first, second = (audit_files(honest, "--sample", 1).of("sample")[0][1] for _ in range(2))
+    assert first != second  # the default is a new seed
+
+
+def test_a_checkpoint_that_was_changed_is_not_a_start(files):
+    change_checkpoint("learnables")(files)
+    result = audit_files(files, "--steps", "9:10")
+    assert result.differing == ["checkpoints"]
+    assert result.of("iterations 4-10")[0][0] == "equal"
+
+
+def test_the_certificate_alone(honest, tmp_path):
+    shutil.copy(honest / "run" / "certificate.json", tmp_path)
+    shutil.copy(honest / "run" / "certificate-images.txt", tmp_path)
+    result = audit(tmp_path / "certificate.json", honest / "set.npz")
+    assert result.code == 0, result.lines
+    for subject in ("signature", "model", "checkpoints"):
+        assert result.of(subject)[0][0] == "none"
+    assert result.of("iterations 0-15")[0][0] == "equal"
+    result = audit(
+        tmp_path / "certificate.json", honest / "set.npz", "--checkpoints", honest / "run"
+    )
+    assert result.of("iterations 4-8")[0][0] == "equal"
+
+
+def test_private_digests_need_the_salt(honest, tmp_path):
+    run = train_run(honest / "set.npz", tmp_path / "run", certify="private")
+    assert audit(run, honest / "set.npz").code == 0
+    salt = (run / "certificate-salt.txt").rename(tmp_path / "salt.txt")
+    with pytest.raises(UserError, match="expected the salt of the digests"):
+        audit(run, honest / "set.npz")
+    assert audit(run, honest / "set.npz", "--salt", salt).code == 0
+    salt.write_text("0" * 64)
+    with pytest.raises(UserError, match="expected the salt with sha256"):
+        audit(run, honest / "set.npz", "--salt", salt)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--steps", "9:5"), "--steps must be A:B with A <= B, such as 400:450, found 9:5"),
+        (("--steps", "x"), "--steps must be A:B with A <= B, such as 400:450, found x"),
+        (("--steps", "0:16"), "--steps 0:16: expected at most 15"),
+        (("--sample", "2", "--steps", "1:2"), "--steps and --sample: expected at most one"),
+        (("--seed", "2"), "--seed 2: expected --sample with it"),
+        (("--weights", "a.h5"), "--weights a.h5: the run did not start from weights"),
+        (("--checkpoints", "none"), "--checkpoints none: no such folder"),
+        (("--signers", "none"), "none: no such file"),
+    ],
+)
+def test_unusable_arguments(honest, words, text):
+    with pytest.raises(UserError) as error:
+        audit(honest / "run", honest / "set.npz", *words)
+    assert text in str(error.value)
+
+
+def test_images_that_a_certificate_does_not_name(honest):
+    with pytest.raises(UserError, match="--data: expected the images of the run"):
+        audit(honest / "run", None)
