@@ -60,8 +60,8 @@ def test_a_checkpoint_of_another_arithmetic_is_refused(copy, ranks):
     line = jobs.refusal(jobs.resume(ranks, copy, check=2))
     assert line == (
         f"--resume {copy}: expected a checkpoint of numerics {numerics.VERSION}, found one of "
-        f"numerics {numerics.VERSION + 1}, whose arithmetic gives other weights: mpidl 7.8\\n, "
-        "which wrote it, can continue the run"
+        f"numerics {numerics.VERSION + 1}, whose arithmetic gives other weights: to continue "
+        "the run, use mpidl 7.8\\n, which wrote the checkpoint"
     )
     # Weights are weights: a newer model is the start of a training.
     jobs.train(1, None, copy / "new", "--max-iterations", 1, "--weights", path, network=None)

@@ -160,11 +160,11 @@ def check_numerics(facts: Mapping[str, Any], spelled: str = "resume") -> None:
     version, writer = facts.get("numerics"), facts.get("mpidl_version")
     if (1 if version is None else version) == numerics.VERSION:
         return
-    writer = "the version of mpidl" if writer is None else f"mpidl {printable(writer):.40}"
+    writer = "the mpidl that" if writer is None else f"mpidl {printable(writer):.40}, which"
     raise UserError(
-        f"{spelled}: expected a checkpoint of {numerics.describe(numerics.VERSION)}, found one of "
-        f"{numerics.describe(version)}, whose arithmetic gives other weights: {writer}, which "
-        "wrote it, can continue the run"
+        f"{spelled}: expected a checkpoint of {numerics.describe(numerics.VERSION)}, found one "
+        f"{'from' if version is None else 'of'} {numerics.describe(version)}, whose arithmetic "
+        f"gives other weights: to continue the run, use {writer} wrote the checkpoint"
     )
 
 
