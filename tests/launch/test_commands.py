@@ -73,7 +73,7 @@ def test_train_writes_its_files(trained):
         *("accuracy", "loss", "epochs", "iterations", "ranks", "threads", "device"),
         *("images_per_second", "train_seconds", "weights_sha256"),
         *("best_iteration", "validation_loss", "validation_accuracy", "stopped"),
-        *("rollbacks", "skipped_images", "lost_ranks", "precision"),
+        *("rollbacks", "skipped_images", "lost_ranks", "precision", "numerics", "mpidl_version"),
     }
     for name in ("best_iteration", "validation_loss", "validation_accuracy", "stopped"):
         assert summary[name] is None
