@@ -25,4 +25,4 @@ def current() -> Origin:
 def describe(numerics: int | None, mpidl_version: str | None = None) -> str:
     """Return "numerics 1, mpidl 0.1.0". Older files have no numerics (None) and no version."""
     text = "before numerics 1" if numerics is None else f"numerics {numerics}"
-    return text if mpidl_version is None else f"{text}, mpidl {mpidl_version}"
+    return text if mpidl_version is None else f"{text}, mpidl {str(mpidl_version):.40}"

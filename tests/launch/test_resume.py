@@ -60,8 +60,8 @@ def test_a_checkpoint_of_another_arithmetic_is_refused(copy, ranks):
     line = jobs.refusal(jobs.resume(ranks, copy, check=2))
     assert line == (
         f"--resume {copy}: expected a checkpoint of numerics {numerics.VERSION}, found one of "
-        f"numerics {numerics.VERSION + 1}, whose arithmetic gives other weights: mpidl 7.8\\n, "
-        "which wrote it, can continue the run"
+        f"numerics {numerics.VERSION + 1}, whose arithmetic gives other weights: to continue "
+        "the run, use mpidl 7.8\\n, which wrote the checkpoint"
     )
     # Weights are weights: a newer model is the start of a training.
     jobs.train(1, None, copy / "new", "--max-iterations", 1, "--weights", path, network=None)
@@ -83,6 +83,28 @@ def test_two_torn_checkpoints(copy):
         (copy / name).write_bytes(b"torn")
     line = jobs.refusal(jobs.resume(None, copy, check=2))
     assert line.startswith(f"--resume {copy}: no checkpoint can be loaded: ")
+
+
+def test_from_a_kept_checkpoint(pictures, uninterrupted, tmp_path):
+    """A run continues in another folder from a checkpoint that it kept, and keeps its files."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    jobs.train(2, pictures, first, "--epochs", 2, "--checkpoint-keep", 2)
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    path = first / "checkpoints" / "00000002.h5"
+    result = jobs.resume(1, path, "--out", second)
+    assert "Resumed after iteration 2, in epoch 1" in result.stdout
+    assert_same_run(uninterrupted, second)
+    assert before == {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    names = [f"0000000{iteration}.h5" for iteration in (0, 2, 4, 6, 8)]
+    for folder in (first, second):
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == names
+    for options in ([], ["--out", first]):
+        line = jobs.refusal(jobs.resume(None, path, *options, check=2))
+        assert line.startswith(f"--resume {path}: expected --out FOLDER with another folder")
+    torn = tmp_path / "torn.h5"
+    torn.write_bytes(path.read_bytes()[:-1000])
+    line = jobs.refusal(jobs.resume(None, torn, "--out", tmp_path / "third", check=2))
+    assert "no checkpoint can be loaded: " in line and str(torn) in line
 
 
 def test_more_epochs_and_another_folder(pictures, uninterrupted, tmp_path):

@@ -8,6 +8,7 @@ import os
 import pytest
 
 import mpidl as dl
+from mpidl import numerics
 from mpidl.backends import settings
 from mpidl.training.files import checkpoint
 from mpidl.training.files.folder_lock import FolderLock
@@ -43,6 +44,19 @@ def refused(**arguments):
         session_of(**arguments)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def test_runs_from_before_the_first_numerics(folder, monkeypatch):
+    """They continue with the arithmetic of numerics 1, and not with another one."""
+    monkeypatch.setattr(numerics, "VERSION", 1)
+    assert session_of(resume=({}, {})).checkpoint == ({}, {})
+    monkeypatch.setattr(numerics, "VERSION", 2)
+    assert refused(resume=({}, {})) == (
+        "resume: expected a checkpoint of numerics 2, found one from before numerics 1, whose "
+        "arithmetic gives other weights: to continue the run, use the mpidl that wrote the "
+        "checkpoint"
+    )
+    assert session_of(resume=({}, {"numerics": 2})).checkpoint is not None
 
 
 def test_a_run_without_a_folder_gets_a_new_one(folder):
