@@ -10,9 +10,9 @@ import pytest
 from launcher import finish
 from limits import wait_until
 
-EVERY = 3  # iterations between states
+INTERVAL = 3  # iterations between states
 STATE = '"kind": "certificate_state"'
-CERTIFY = ["--certify", "--certify-every", EVERY, "--checkpoint-keep", 2 * EVERY]
+CERTIFY = ["--certify", "--certify-every", INTERVAL, "--checkpoint-keep", 2 * INTERVAL]
 # Augmentation, mixing, an average of the weights, and a choice of the network.
 TRAINING = [
     *("--flip", "x", "--translate", 2, "--rotation", 10, "--mixup", 0.2),
@@ -92,5 +92,5 @@ def test_a_run_that_was_killed_and_resumed(pictures, tmp_path, ranks, words):
     (out / "certificate.json").write_text(
         document.replace('"rotation": "10.0"', '"rotation": "9.0"')
     )
-    lines = audit(2, out, pictures, "--steps", f"0:{EVERY}", check=1)
+    lines = audit(2, out, pictures, "--steps", f"0:{INTERVAL}", check=1)
     assert lines[-1].startswith("DIFFERENT: certificate, options, iterations 0-"), lines
