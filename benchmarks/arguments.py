@@ -37,7 +37,7 @@ BENCHMARKS = {
     "monitor": "epochs with the live page open, against epochs without it",
     "logging": "the cost of metrics, event files for TensorBoard and the monitor",
     "saves": "the cost of writing checkpoints and plots during a training run",
-    "certify": "the cost of a certificate, against reading the images",
+    "certify": "the cost of a certificate, against reading the images and training",
     "large_batch": "the accuracy at several batch sizes, for the same images",
     "time_to_accuracy": "the time to reach an accuracy, against PyTorch with the same recipe",
     "memory": "whether the memory of a rank stays the same in a long training",
@@ -265,7 +265,7 @@ def _add_saves(parser, command):
 
 
 def _add_certify(parser, command):
-    parts = ["manifest"]
+    parts = ["manifest", "states"]
     text = f"parts of the benchmark ({','.join(parts)})"
     parser.text("--parts", "NAME,...", text, default=parts, type=_names("--parts", parts))
     _add_counts(
@@ -275,8 +275,11 @@ def _add_certify(parser, command):
         ("files", 500, "packed JPEG files of the manifest"),
         ("file-side", 224, "height and width of the JPEG files in pixels"),
         ("workers", 1, "threads that read and decode"),
+        ("iterations", 50, "mini-batches per epoch of states, except for digits"),
         ROUNDS,
     )
+    text, networks = "networks that record states", ["digits", "resnet"]
+    parser.text("--networks", "NAME,...", text, default=networks, type=_words)
 
 
 def _add_memory(parser, command):

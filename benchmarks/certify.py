@@ -4,26 +4,39 @@ The part `manifest` makes the manifest of a packed set of small images, and of a
 files. It reads the same images in turns, as an epoch does: once in the order of the set, and once
 shuffled. The manifest includes its salts, its root and writing the file. All data are in the
 system's file cache, because waiting for a disk would hide the cost.
+
+The part `states` trains networks on one rank, and records states as `--certify` does in every
+second epoch. An epoch writes a checkpoint at its end, with a certificate or without. The cost is
+the ratio of neighbouring epochs.
 """
 
 import argparse
 import os
 import secrets
 import tempfile
+import time
 from typing import Literal
 
 import numpy as np
 
 from benchmarks import input as input_benchmark
-from benchmarks import input_memory, machine, report, turns
-from mpidl.certificates import certificate, images
-from mpidl.data import Datastore, ImageFolder, MinibatchQueue, PackedDatastore
+from benchmarks import input_memory, machine, report, subject, turns
+from mpidl.certificates import certificate, images, recording
+from mpidl.data import Datastore, ImageFolder, MinibatchQueue, PackedDatastore, registry
 from mpidl.data.formats import packing
 from mpidl.errors import UserError
+from mpidl.ranks.world import World
+from mpidl.report import Console
 from mpidl.training.options import configuration
+from mpidl.training.options.training_options import TrainingOptions
+from mpidl.training.progress import EpochSummary
+from mpidl.training.train import train
+from mpidl.training.trainer import Trainer
 
 IN_ORDER, SHUFFLED, MANIFEST = "a reading in order", "a reading, shuffled", "manifest"
+PLAIN, CERTIFIED = "without a certificate", "with a certificate"
 CLASSES = 1000
+BATCH = 128  # images per mini-batch of the part `states`
 
 
 def main(options: argparse.Namespace) -> dict:
@@ -35,7 +48,7 @@ def main(options: argparse.Namespace) -> dict:
         for part in options.parts:
             record[part] = PARTS[part](options, folder)
     versions = configuration.versions_of("one rank")
-    names = ("images", "files", "side", "file_side", "workers", "rounds")
+    names = ("images", "files", "side", "file_side", "workers", "networks", "iterations", "rounds")
     return report.header(options, versions, *names) | record
 
 
@@ -109,4 +122,88 @@ def _measure(options, store, path):
     return times, os.path.getsize(path)
 
 
-PARTS = {"manifest": measure_manifest}
+class Turns(recording.Recorder):
+    """The recorder of a certificate, which records only in every second epoch.
+
+    A turn begins at the end of an epoch, with its state and its checkpoint, and ends after the last
+    mini-batch of the next epoch. The first turn is not measured.
+
+    Attributes
+    ----------
+    seconds : dict
+        {PLAIN or CERTIFIED: seconds of each turn}
+    recording_seconds : list of float
+        Seconds of each certified turn that the recorder itself took.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.kinds = [PLAIN, *(kind for _, kind in turns.alternate((PLAIN, CERTIFIED), rounds))]
+        self.seconds: dict[str, list[float]] = {PLAIN: [], CERTIFIED: []}
+        self.recording_seconds: list[float] = []
+        self.turn, self.start_time = 0, time.perf_counter()
+
+    def step(self, trainer: Trainer) -> None:
+        """Record a state if this turn records and the state is due."""
+        if self.kinds[self.turn] == CERTIFIED:
+            self.recording_seconds[-1] += turns.seconds(lambda: super(Turns, self).step(trainer))
+
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
+        """End a turn, and begin the next one."""
+        now = time.perf_counter()
+        if self.turn:
+            self.seconds[self.kinds[self.turn]].append(now - self.start_time)
+        self.turn, self.start_time = self.turn + 1, now
+        if self.turn < len(self.kinds) and self.kinds[self.turn] == CERTIFIED:
+            seconds = turns.seconds(lambda: super(Turns, self).epoch(trainer, summary))
+            self.recording_seconds.append(seconds)
+
+    def end(self, trainer: Trainer) -> None:
+        """Write no certificate, because states are missing."""
+
+
+def measure_states(options: argparse.Namespace, folder: str) -> dict:
+    """Measure epochs of networks with and without states.
+
+    Returns
+    -------
+    dict
+        By network: seconds of the epochs, the ratio of neighbouring epochs, the share of an epoch
+        that the recorder takes, and the seconds of the start with the digests of the images.
+    """
+    record = {}
+    for name in options.networks:
+        hook = Turns(options.rounds)
+        net = subject.network(name)
+        world = World(threads=len(os.sched_getaffinity(0)))
+        count = options.iterations * BATCH
+        store: Datastore = input_memory.RepeatedImages(net.input_shape[1], count, subject.CLASSES)
+        if name == "digits":
+            store = registry.open_sets("digits", world).train
+        epochs = len(hook.kinds)
+        settings = TrainingOptions(epochs=epochs, batch_size=BATCH, plots="none", verbose="off")
+        out = os.path.join(folder, f"run-{name}")
+        console = Console(world.rank, progress=False)
+        train(net, store, settings, world=world, console=console, out=out, hooks=[hook])
+        record[name] = _describe_states(name, hook)
+    return record
+
+
+def _describe_states(name, hook):
+    """Print the cost of the states of a network, and return it for the JSON file."""
+    seconds = hook.seconds
+    shares = np.divide(hook.recording_seconds, seconds[CERTIFIED])
+    record = {
+        "seconds": seconds,
+        "ratio": report.median(np.divide(seconds[CERTIFIED], seconds[PLAIN])),
+        "share": report.median(shares),
+    }
+    print(
+        f"{name}, mini-batches of {BATCH}: an epoch {CERTIFIED} takes {record['ratio']:.4f} times "
+        f"as long as one {PLAIN}; its states take {100 * record['share']:.2f} % of it"
+    )
+    report.print_table([[f"  {s}", report.spread(seconds[s]), "s"] for s in seconds], left=1)
+    return record
+
+
+PARTS = {"manifest": measure_manifest, "states": measure_states}

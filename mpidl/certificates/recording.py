@@ -65,7 +65,7 @@ class Recorder:
         self._trainer: Trainer
         self._start: Record = {}
         self._last: tuple[int, int] | None = None  # iteration and rollbacks of the last state
-        self._best: tuple[int, dict[str, str]] = 0, {}  # iteration and digests of the best network
+        self._best: tuple[Any, dict[str, str]] = {}, {}  # the best network, and its digests
 
     @staticmethod
     def written(folder: str) -> list[str]:
@@ -201,11 +201,10 @@ class Recorder:
         """Record a validation, of which the run's writer has received a record. Collective."""
         if record["kind"] != "validation":
             return
-        validation = self._trainer.validation
-        if validation.best and self._best[0] != validation.iteration:
-            tables = validation.tables() if self._trainer.world.rank == 0 else {}
-            digests = {name: states.table_digest(name, arrays) for name, arrays in tables.items()}
-            self._best = validation.iteration, digests
+        best = self._trainer.validation.best
+        if self._trainer.world.rank == 0 and self._best[0] is not best:
+            digests = {name: states.table_digest(name, arrays) for name, arrays in best.items()}
+            self._best = best, digests
         scores = {name: metrics.number(record[name]) for name in ("loss", "accuracy")}
         position = {"kind": chain.PREFIX + chain.VALIDATION, "iteration": record["iteration"]}
         self._add({**position, **scores, "best": self._best[1]})

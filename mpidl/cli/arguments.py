@@ -67,7 +67,12 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
         "Folder for the results; it must not contain a run unless --resume or --overwrite is "
         "given; default: the first of runs/NETWORK, runs/NETWORK-2, ... that does not exist",
     )
-    parser.text("--resume", "DIR", "Resume training from the checkpoint in DIR")
+    parser.text(
+        "--resume",
+        "DIR",
+        "Resume training from the checkpoint in DIR; or, with another --out, from a kept one, "
+        "DIR/checkpoints/N.h5",
+    )
     parser.switch("--overwrite", "Replace the run in the folder of --out")
     parser.text("--config", "FILE.toml", "Read options from this file")
     parser.add_argument(

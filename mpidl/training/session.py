@@ -66,8 +66,8 @@ class Session:
     ------
     UserError
         If `resume` is neither a folder nor a checkpoint, if the checkpoint cannot be loaded or has
-        another numerics, if `out` contains another run and `overwrite` is false, or if another
-        process uses the folder.
+        another numerics, if `resume` is a file and `out` its folder, if `out` contains another run
+        and `overwrite` is false, or if another process uses the folder.
     """
 
     console: Console
@@ -88,7 +88,7 @@ class Session:
             kind = type(resume).__name__
             raise UserError(f"resume: expected the folder of a run, found {kind}")
         self.world, self.lock, self._words = world, lock, words
-        self._resumed = resume if is_folder else None
+        self._resumed = self._folder_to_resume(resume, out) if is_folder else None
         self.out: Any = self._resumed if out is None else out
         self._spelled = words[1 if out is None and resume is not None else 0]
         # A caller that passes a loaded checkpoint has already prepared the folder.
@@ -132,6 +132,18 @@ class Session:
         if self._is_cleared:
             on_rank_0(self.world, lambda: self._clear(out))
         self._is_made = True
+
+    def _folder_to_resume(self, resume, out):
+        """Return the folder of the run to resume, of which `resume` may be one checkpoint."""
+        if resume is None:
+            return None
+        folder = on_rank_0(self.world, lambda: checkpoint.folder_of(resume))
+        if folder != os.fspath(resume) and (out is None or os.path.abspath(out) == folder):
+            raise UserError(
+                f"{self._words[1].format(resume)}: expected {self._words[0].format('FOLDER')} with "
+                "another folder, because this one would lose the later iterations"
+            )
+        return folder
 
     def _refuse_a_run(self):
         out, resumed = self.out, self._resumed

@@ -65,7 +65,9 @@ def train(
         The console that prints progress. The default is a new console that follows the options
         `verbose` and `verbose_every`.
     resume : path or (arrays, facts), optional
-        Folder of the run to resume, or the checkpoint of that run as `checkpoint.load` returns it.
+        Folder of the run to resume; or one of its checkpoints, such as
+        "runs/a/checkpoints/00000400.h5", to continue in another folder `out`; or a checkpoint as
+        `checkpoint.load` returns it.
     overwrite : bool
         Whether to replace another run that `out` may contain.
     optimizer : optional

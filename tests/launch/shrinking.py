@@ -15,6 +15,7 @@ import sys
 import short_training
 
 import mpidl as dl
+from mpidl.certificates import certificate
 from mpidl.comm.transport import Transport
 from mpidl.report import metrics
 
@@ -27,9 +28,13 @@ OPTIONS = {
     "output_network": "best-validation",
     "batchnorm_statistics": "population",
     "worker_load": "measured",
+    "certify": "public",
+    "certify_every": 2,
+    "checkpoint_keep": 3,
     "plots": "none",
     "verbose": "off",
 }
+START = "certificate_start"  # a record that a loss of ranks repeats
 waits = 0
 
 
@@ -45,6 +50,14 @@ def end_in_wait(moment):
         poll(*arguments)
 
     Transport._poll = counted
+
+
+def certificate_states(out):
+    """Return the states of the certificate, without bonds between them."""
+    document = certificate.read(out)
+    assert document.broken is None
+    links = document.of_kind("state") + document.of_kind("validation")
+    return [{name: link[name] for name in link if name != "previous"} for link in links]
 
 
 def main():
@@ -65,7 +78,8 @@ def main():
             "lost": [rank for rank, _ in world.lost_ranks],
             "lost_ranks": result.lost_ranks,
             "iterations": result.history.iteration.iteration.tolist(),
-            "records": sorted(r for r in kinds if r[0] not in ("ranks", "lost")),
+            "records": sorted(r for r in kinds if r[0] not in ("ranks", "lost", START)),
+            "states": certificate_states(out),
             "losses": result.history.iteration.loss.tolist(),
             "validations": result.history.validation.loss.tolist(),
             "waits": waits,

@@ -162,7 +162,11 @@ def test_logging(bench):
 @pytest.mark.slow("jobs")
 def test_certify(bench):
     words = ["--images", 300, "--side", 8, "--files", 3, "--file-side", 32, "--rounds", 1]
+    words += ["--networks", "cifar", "--iterations", 2]
     stdout, record = bench("certify", *words)
+    (states,) = record["states"].values()
+    assert [len(seconds) for seconds in states["seconds"].values()] == [1, 1]
+    assert 0 < states["share"] < 1 and states["ratio"] > 0
     sets = record["manifest"]
     assert list(sets) == ["300 decoded images of 3x8x8", "3 encoded images of 3x32x32"]
     for count, figures in zip((300, 3), sets.values(), strict=True):

@@ -85,6 +85,28 @@ def test_two_torn_checkpoints(copy):
     assert line.startswith(f"--resume {copy}: no checkpoint can be loaded: ")
 
 
+def test_from_a_kept_checkpoint(pictures, uninterrupted, tmp_path):
+    """A run continues in another folder from a checkpoint that it kept, and keeps its files."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    jobs.train(2, pictures, first, "--epochs", 2, "--checkpoint-keep", 2)
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    path = first / "checkpoints" / "00000002.h5"
+    result = jobs.resume(1, path, "--out", second)
+    assert "Resumed after iteration 2, in epoch 1" in result.stdout
+    assert_same_run(uninterrupted, second)
+    assert before == {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    names = [f"0000000{iteration}.h5" for iteration in (0, 2, 4, 6, 8)]
+    for folder in (first, second):
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == names
+    for options in ([], ["--out", first]):
+        line = jobs.refusal(jobs.resume(None, path, *options, check=2))
+        assert line.startswith(f"--resume {path}: expected --out FOLDER with another folder")
+    torn = tmp_path / "torn.h5"
+    torn.write_bytes(path.read_bytes()[:-1000])
+    line = jobs.refusal(jobs.resume(None, torn, "--out", tmp_path / "third", check=2))
+    assert "no checkpoint can be loaded: " in line and str(torn) in line
+
+
 def test_more_epochs_and_another_folder(pictures, uninterrupted, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     jobs.train(2, pictures, first, "--epochs", 1)

@@ -57,10 +57,10 @@ class Result(NamedTuple):
     code: int
     lines: list[str]
 
-    def of(self, subject):
+    def rows(self, subject):
         """Return (verdict, text) of the lines about a subject."""
-        rows = [line for line in self.lines if line.startswith(f"{subject}  ")]
-        return [tuple(row[len(subject) :].split(maxsplit=1)) for row in rows]
+        lines = [line for line in self.lines if line.startswith(f"{subject}  ")]
+        return [tuple(row[len(subject) :].split(maxsplit=1)) for row in lines]
 
     @property
     def differing(self):

@@ -172,6 +172,8 @@ def test_refusals(monkeypatch):
         golden.check()
 
 
+@needs_kernels
+@pytest.mark.slow("ranks")
 def test_threads_do_not_matter():
     threads = settings.threads
     try:

@@ -89,6 +89,14 @@ def path_of(folder: str | os.PathLike[str], iteration: int) -> str:
     return os.path.join(folder, KEEP_FOLDER, f"{iteration:08d}.h5")
 
 
+def folder_of(path: str | os.PathLike[str]) -> str:
+    """Return the folder of a run, given this folder or the file of a checkpoint."""
+    if not os.path.isfile(path):
+        return os.fspath(path)
+    folder, name = os.path.split(os.path.dirname(os.path.abspath(path)))
+    return folder if name == KEEP_FOLDER else os.path.join(folder, name)
+
+
 def kept_paths(folder: str | os.PathLike[str]) -> dict[int, str]:
     """Return {iteration: path} of the checkpoints that a run has kept, in their order."""
     try:
@@ -118,7 +126,7 @@ def load(
     Parameters
     ----------
     folder : path
-        The folder of the run.
+        The folder of the run, or the file of a checkpoint.
     warn : callable, optional
         Function to call with a one-line warning if checkpoint.h5 is missing or damaged, and the
         previous checkpoint is loaded instead. By default, the line is printed to stderr.
@@ -133,8 +141,10 @@ def load(
     UserError
         If the folder has no checkpoint that can be loaded.
     """
-    problems = []
-    for name in (CURRENT, PREVIOUS):
+    problems, names = [], (CURRENT, PREVIOUS)
+    if is_file := os.path.isfile(folder):
+        folder, names = os.path.split(folder)[0], (os.path.basename(folder),)
+    for name in names:
         path = os.path.join(folder, name)
         try:
             arrays, attributes = model_file.read(path)
@@ -146,7 +156,7 @@ def load(
             line = f"warning: {problems[0]}; continuing from {name}"
             print(line, file=sys.stderr, flush=True) if warn is None else warn(line)
         return arrays, facts
-    if not exists(folder):
+    if not is_file and not exists(folder):
         raise UserError(f"--resume {folder}: expected a folder with {CURRENT}, found none")
     raise UserError(f"--resume {folder}: no checkpoint can be loaded: {'; '.join(problems)}")
 

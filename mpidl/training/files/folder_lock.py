@@ -96,10 +96,14 @@ class FolderLock:
         self._token = self.world.broadcast(file.holder.token)
 
     def take_over(self) -> None:
-        """Let rank 0 take the lock if the rank that held the lock was lost. Collective."""
-        if self._is_taken and not self.world.broadcast(self._file is not None):
-            self._is_taken = False
+        """Let rank 0 take the lock if the rank that held the lock was lost. Collective.
+
+        The loss of another rank may have interrupted an earlier call of this method.
+        """
+        if self._folder:
+            self._is_taken = self.world.broadcast(self._file is not None)
             self.take(self._folder)
+            self._token = self.world.broadcast(self._file and self._file.holder.token)
 
     def _attempt(self, file, spelled):
         """Try to take the lock. Return None, or a description of a holder that may have ended."""
