@@ -305,7 +305,8 @@ class Auditor:
             first, last = selection.steps
             if last > end:
                 raise UserError(f"--steps {first}:{last}: expected at most {end}, the last one")
-            return [(max(n for n in starts if n <= first), min(n for n in states if n >= last))]
+            begin = max(min(first, last - 1), 0)  # at least one iteration
+            return [(max(n for n in starts if n <= begin), min(n for n in states if n >= last))]
         borders = [*(n for n in starts if n < end), end]
         segments = list(zip(borders, borders[1:], strict=False))
         if selection.sample is None:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from mpidl import numerics
 from mpidl.certificates import settings, states
 from mpidl.certificates.certificate import Certificate
-from mpidl.certificates.chain import END, START, STATE, VALIDATION, Link
+from mpidl.certificates.chain import START, STATE, VALIDATION, Link
 from mpidl.errors import NotFinite, UserError
 from mpidl.evaluation.validation import BEST, held_out
 from mpidl.files import on_rank_0
@@ -156,19 +156,31 @@ def options_of(
     values = {name: value for name, value in NEUTRAL.items() if value is not None}
     dropped = {name for name in NEUTRAL if name not in values}
     texts = {name: text for name, text in texts.items() if name not in dropped}
-    return settings.options_from(texts, **{**values, **replaced})
+    options = settings.options_from(texts, **{**values, **replaced})
+    end = certificate.end["iteration"]
+    limits = [s["options"].get("max_iterations", "none") for s in certificate.of_kind(START)]
+    if any((settings.value_of("max_iterations", text) or end) >= end for text in limits):
+        # A run that is resumed with a limit that it has passed already ends at once.
+        limit = options.max_iterations
+        options = replace(options, max_iterations=limit and max(limit, end))
+    return options
 
 
 def parts_of(certificate: Certificate, first: int, last: int) -> list[tuple[Link, int]]:
-    """Return (start, last iteration) of the parts of a replay that have the same options."""
-    starts = certificate.of_kind(START)
-    current = [start for start in starts if start["iteration"] <= first][-1]
+    """Return (start, last iteration) of the parts of a replay that have the same options.
+
+    The last part may be empty: a run that was resumed at its end has finished its network again.
+    """
+    # Of several starts at one iteration, only the last one has trained.
+    starts = {start["iteration"]: start for start in certificate.of_kind(START)}
+    current = starts[max(n for n in starts if n <= first)]
     parts = []
-    for start in starts:
-        if not first < start["iteration"] < last:
+    for iteration, start in starts.items():
+        is_end = iteration == last == certificate.end["iteration"]
+        if not (first < iteration < last or is_end):
             continue
         if _effective(start) != _effective(current):
-            parts.append((current, start["iteration"]))
+            parts.append((current, iteration))
         current = start
     return [*parts, (current, last)]
 
@@ -209,34 +221,32 @@ class Comparison:
     ) -> None:
         self.states = {link["iteration"]: link for link in certificate.of_kind(STATE)}
         self.validations = {link["iteration"]: link for link in certificate.of_kind(VALIDATION)}
-        self.end_link = certificate.of_kind(END)[-1]
+        self.starts, self.end_link = certificate.of_kind(START), certificate.end
         self.stops, self.passed = list(stops), passed
-        self.intervals: list[int] = []
-        self.part_end = self.stops[-1]
+        self.part_end, self.is_last_part = self.stops[-1], True
         self.difference: Difference | None = None
         self.handover: tuple[Arrays, dict[str, Any]] | None = None
         self.losses: dict[int, float | None] = {}
         self.scores: dict[int, dict[str, Any]] = {}  # of validations
         self.compared = 0  # the last iteration whose validation has been compared
         self._missing: tuple[int, int] | None = None  # state after a rollback that has yet to come
-        self._best: tuple[int, dict[str, str]] = 0, {}
+        self._best = states.BestDigests()
 
-    def begin(self, start: Link, part_end: int) -> None:
-        """Prepare for a part of the replay, which has the options of a start."""
-        names = ("certify_every", "checkpoint_keep")
-        numbers = (int(start["options"].get(name, "0")) for name in names)
-        self.intervals, self.part_end = [n for n in numbers if n], part_end
-        self.handover = None
+    def begin(self, part_end: int, is_last: bool) -> None:
+        """Prepare for a part of the replay, which ends with an iteration."""
+        self.part_end, self.is_last_part, self.handover = part_end, is_last, None
 
     @property
     def is_to_the_end(self) -> bool:
         """Whether the replay ends as the run did, with the network that the run returned."""
-        return self.part_end == self.end_link["iteration"] == self.stops[-1]
+        return self.is_last_part and self.end_link["iteration"] == self.stops[-1]
 
     def start(self, trainer: Trainer) -> None:
         trainer.writer.listeners.append(lambda record: self._validated(trainer, record))
         if trainer.position.iteration == 0:
             self._reach(trainer)
+        else:
+            self._stop_like_the_run(trainer)
 
     def iteration(self, trainer: Trainer, result: StepResult) -> None:
         self.losses[result.info.iteration] = metrics.number(result.loss)
@@ -258,6 +268,8 @@ class Comparison:
         iteration, rollbacks = trainer.position.iteration, trainer.position.rollbacks
         if self.difference is not None:
             return
+        if iteration in self.validations and iteration < self.end_link["iteration"]:
+            self._validate_like_the_run(trainer)
         is_compared = False
         if trainer.world.rank == 0 or iteration >= self.part_end:
             trainer.wait()
@@ -266,13 +278,24 @@ class Comparison:
             if is_compared and self.difference is None and iteration in self.stops:
                 self.passed(iteration)
         is_last = iteration == self.stops[-1]
-        if iteration == self.part_end and not is_last:
+        if iteration == self.part_end and not self.is_last_part:
             self.handover = _snapshot(trainer)
             self._stop(trainer)
         elif self.difference is not None or (is_compared and is_last and not self.is_to_the_end):
             self._stop(trainer)
-        elif is_last and self.is_to_the_end and self.end_link["stopped"] == OUTPUT_FUNCTION:
+        else:
+            self._stop_like_the_run(trainer)
+
+    def _stop_like_the_run(self, trainer):
+        is_end = self.is_to_the_end and trainer.position.iteration == self.stops[-1]
+        if is_end and self.end_link["stopped"] == OUTPUT_FUNCTION:
             trainer.stop()
+
+    def _validate_like_the_run(self, trainer):
+        """Validate if a hook of the run did so. The trainer has made all other validations."""
+        validation = trainer.validation
+        if validation.store is not None and validation.last_iteration != trainer.position.iteration:
+            trainer.validate(announce=False)
 
     def _stop(self, trainer):
         trainer.signals.name = trainer.signals.name or REACHED
@@ -288,8 +311,7 @@ class Comparison:
         elif self._missing is not None and rollbacks < self._missing[1]:
             self._await_rollback(trainer, iteration, *self._missing)
         elif link is None:
-            is_due = trainer.position.batch == 0 or any(not iteration % n for n in self.intervals)
-            if is_due:
+            if trainer.position.batch == 0 or self._is_due(iteration):
                 self._differ(iteration, "the certificate has no state of this iteration")
         elif rollbacks < link["rollbacks"]:
             self._missing = iteration, link["rollbacks"]
@@ -304,6 +326,14 @@ class Comparison:
             self._compare_state(trainer, link)
             return True
         return False
+
+    def _is_due(self, iteration):
+        """Return whether the run had to record a state, by the options of the job at that time."""
+        before = [start for start in self.starts if start["iteration"] < iteration]
+        options = (before or self.starts)[-1]["options"]
+        names = ("certify_every", "checkpoint_keep")
+        intervals = (settings.value_of(name, options.get(name, "0")) for name in names)
+        return any(interval and iteration % interval == 0 for interval in intervals)
 
     def _await_rollback(self, trainer, iteration, state, rollbacks):
         """Differ if the run rolled back to a state that the replay no longer keeps."""
@@ -352,12 +382,7 @@ class Comparison:
     def _validated(self, trainer, record):
         if record["kind"] != "validation" or trainer.world.rank:
             return
-        validation = trainer.validation
-        if validation.best and self._best[0] != validation.iteration:
-            tables = validation.tables()
-            digests = {name: states.table_digest(name, tables[name]) for name in tables}
-            self._best = validation.iteration, digests
-        best = self._best[1] if validation.best else {}
+        best = self._best.of(trainer.validation.best)
         scores = {name: metrics.number(record[name]) for name in ("loss", "accuracy")}
         self.scores[record["iteration"]] = {**scores, "best": best}
 
@@ -421,8 +446,9 @@ class Replay:
         """
         resume, last = self._resume_of(point), comparison.stops[-1]
         comparison.compared = point.iteration
-        for start, part_end in parts_of(self.certificate, point.iteration, last):
-            comparison.begin(start, part_end)
+        parts = parts_of(self.certificate, point.iteration, last)
+        for i, (start, part_end) in enumerate(parts, 1):
+            comparison.begin(part_end, is_last=i == len(parts))
             try:
                 self._train(start, resume, comparison)
             except NotFinite as error:
