@@ -34,6 +34,7 @@ from mpidl.evaluation.validation import held_out
 from mpidl.files import on_rank_0, reason
 from mpidl.nn import Network
 from mpidl.nn.network_check import need_network
+from mpidl.options.declaration import check_value, rule_of
 from mpidl.ranks.failure import Signals
 from mpidl.ranks.world import World
 from mpidl.report import Console, metrics
@@ -185,6 +186,7 @@ class Auditor:
         self._check(checks.check_arithmetic, certificate, current)
         self._check(checks.check_model, certificate, self.folder)
         self._check(checks.check_options, certificate, options)
+        self.add(*checks.check_hooks(certificate))
 
     def check_checkpoints(self, folder: str | None = None) -> None:
         """Check the checkpoints in a folder, by default that of the certificate."""
@@ -262,6 +264,10 @@ class Auditor:
         sets = {"train": train, "validation": options.validation, "test": test}
         self.check_data(sets, options, self.read_salt(salt))
         self.check_network(material.network(), source)
+
+    def check_weights(self, path: str) -> None:
+        """Compare the file of weights that the run began with."""
+        self._check(checks.check_weights, self.certificate, path)
 
     def check_network(self, net: Network, source: str) -> None:
         """Compare a new network with that of the run, and its weights with the first state."""
@@ -378,6 +384,8 @@ class Auditor:
         if failures := self._golden_failures:
             return f"the arithmetic of this machine: golden hashes differ ({name_list(failures)})"
         cause = "the certificate: its states do not follow from this data and these options"
+        if self.verdict_on("hooks") == OTHER:
+            cause += ", or the hooks of the run changed it"
         if self.verdict_on("software") == OTHER:
             cause += ", or other sources of mpidl"
         return cause
@@ -571,7 +579,8 @@ def _material(auditor, datastore, options, net, optimizer, layers):
                 "net: expected the network with the weights that the run began with, of the file "
                 f"with sha256 {start['weights']['sha256']}"
             )
-        network, source = network_of(auditor.certificate, layers), seed_of(auditor.certificate)
+        network = network_of(auditor.certificate, layers)
+        source = f"the seed {seed_of(auditor.certificate)}"
     store = as_datastore(datastore, "images to train on")
     copies = Material(
         store, lambda: copy.deepcopy(network), replaced, lambda: copy.deepcopy(optimizer)
@@ -579,9 +588,10 @@ def _material(auditor, datastore, options, net, optimizer, layers):
     return copies, source
 
 
-def seed_of(certificate: Certificate) -> str:
-    """Return the text "the seed 0" for the seed of a run."""
-    return f"the seed {certificate.of_kind(START)[0]['options'].get('seed', '0')}"
+def seed_of(certificate: Certificate) -> int:
+    """Return the seed of a run."""
+    text = certificate.of_kind(START)[0]["options"].get("seed", "0")
+    return int(check_value(rule_of(OPTIONS["seed"]), text, "--seed", text=True))
 
 
 def network_of(certificate: Certificate, layers: Iterable[type[Layer]] = ()) -> Network:
@@ -589,11 +599,9 @@ def network_of(certificate: Certificate, layers: Iterable[type[Layer]] = ()) -> 
 
     Raises UserError if the layers are invalid, or if a custom class of layers is missing.
     """
-    start = certificate.of_kind(START)[0]
-    network, seed = start["network"], int(settings.options_from(start["options"]).seed)
+    network, seed = certificate.of_kind(START)[0]["network"], seed_of(certificate)
     try:
         return Network.from_spec(network["layers"], network["input_shape"], layers, seed=seed)
     except (ValueError, TypeError, KeyError, OverflowError, MemoryError, RecursionError) as error:
-        raise UserError(
-            f"{printable(certificate.path)}: its network cannot be built: {reason(error)}"
-        ) from None
+        name = printable(certificate.path)
+        raise UserError(f"{name}: its network cannot be built: {reason(error)}") from None

@@ -186,11 +186,14 @@ class Command:
     def _material(self, training, layers):
         """Return the material of the audit, and what gave the initial weights."""
         certificate, typed = self.auditor.certificate, self.parsed.typed
+        if training.source is not None:
+            self.auditor.check_weights(training.source.file["path"])
         if training.source is not None or ".py:" in (typed.get("network") or ""):
             training.build_network()
             network, source = training.net, str(typed.get("weights") or typed.get("network"))
         else:
-            network, source = audit.network_of(certificate, layers), audit.seed_of(certificate)
+            network = audit.network_of(certificate, layers)
+            source = f"the seed {audit.seed_of(certificate)}"
         names = {name: training.options for name in SPEED}
         replaced = {name: getattr(options, name) for name, options in names.items()}
         replaced["validation"] = training.options.validation
