@@ -7,6 +7,7 @@ ends the replay. Nothing is trusted that a digest does not cover.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -470,7 +471,8 @@ def _with_facts(resume, options, net, images, world, optimizer):
     spec = None if optimizer is None else optimizer_spec(optimizer)
     validation = {**facts["validation"], **now["validation"]}
     rest = {**now, "validation": validation, "optimizer": spec, **numerics.current()}
-    return arrays, {**facts, **rest, **input_pipeline.facts(options)}
+    # JSON turns tuples into lists, as in a checkpoint.
+    return arrays, {**facts, **json.loads(json.dumps({**rest, **input_pipeline.facts(options)}))}
 
 
 def _validation_facts(certificate, arrays, facts, point):
