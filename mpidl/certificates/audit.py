@@ -330,7 +330,9 @@ class Auditor:
         points = {point.iteration: point for point in self.points}
         while segments:
             first = segments[0][0]
-            point = points.get(first) or (Point(0) if first == 0 else None)
+            point = points.get(first)
+            if first == 0 and (point is None or self.verdict_on("initial weights") != DIFFERENT):
+                point = Point(0)
             if point is None:
                 text = "not replayed: there is no state to start from"
                 self.add(Finding(_name(segments[0]), NONE, text))
