@@ -125,7 +125,7 @@ def load_covered(path: str, certificate: Certificate) -> tuple[Arrays, dict[str,
     try:
         arrays, attributes = model_file.read(path)
         facts = checkpoint.facts_of(attributes)
-        position = Position(**facts["position"])
+        position = _position_of(facts["position"])
         progress = states.progress_digest(position)
     except (model_file.Torn, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{name}: expected a checkpoint: {error}") from None
@@ -140,6 +140,15 @@ def load_covered(path: str, certificate: Certificate) -> tuple[Arrays, dict[str,
             f"{name}: {', '.join(differing)} differ from the state of iteration {link['iteration']}"
         )
     return arrays, facts
+
+
+def _position_of(values):
+    """Return the position in the facts of a checkpoint; raise an error if it is damaged."""
+    position = Position(**values)
+    for name, value in asdict(position).items():
+        if type(value) not in (int, float) and value is not None:
+            raise ValueError(f"the {name} of its position is not a number")
+    return position
 
 
 def _differing(expected, computed):
@@ -511,9 +520,7 @@ def _rollback_facts(facts):
     """Return the facts of the state to which a run rolls back, if the checkpoint has one."""
     try:
         saved = facts["rollback"]
-        position = asdict(Position(**saved["position"]))
-        if all(value is None or type(value) in (int, float) for value in position.values()):
-            return {"rollback": {"position": position, "validation": saved["validation"]}}
-    except (KeyError, TypeError):
-        pass
-    return {}
+        position = asdict(_position_of(saved["position"]))
+        return {"rollback": {"position": position, "validation": saved["validation"]}}
+    except (KeyError, TypeError, ValueError):
+        return {}
