@@ -8,6 +8,8 @@ system's file cache, because waiting for a disk would hide the cost.
 The part `states` trains networks on one rank, and records states as `--certify` does in every
 second epoch. An epoch writes a checkpoint at its end, with a certificate or without. The cost is
 the ratio of neighbouring epochs.
+
+The part `audit` is in `certify_audit.py`.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import numpy as np
 
 from benchmarks import input as input_benchmark
 from benchmarks import input_memory, machine, report, subject, turns
+from benchmarks.certify_audit import measure_audit
 from mpidl.certificates import certificate, images, recording
 from mpidl.data import Datastore, ImageFolder, MinibatchQueue, PackedDatastore, registry
 from mpidl.data.formats import packing
@@ -210,4 +213,4 @@ def _describe_states(name, hook):
     return record
 
 
-PARTS = {"manifest": measure_manifest, "states": measure_states}
+PARTS = {"manifest": measure_manifest, "states": measure_states, "audit": measure_audit}

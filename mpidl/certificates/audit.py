@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import re
 import secrets
@@ -33,6 +34,7 @@ from mpidl.evaluation.validation import held_out
 from mpidl.files import on_rank_0, reason
 from mpidl.nn import Network
 from mpidl.nn.network_check import need_network
+from mpidl.options.declaration import check_value, rule_of
 from mpidl.ranks.failure import Signals
 from mpidl.ranks.world import World
 from mpidl.report import Console, metrics
@@ -133,8 +135,6 @@ class Auditor:
         Function that rank 0 calls with each finding.
     console : Console, optional
         Shows the progress.
-    golden : callable
-        Function that returns the names of the golden hashes that this machine does not reproduce.
     """
 
     def __init__(
@@ -143,9 +143,8 @@ class Auditor:
         run: str | os.PathLike[str],
         report: Callable[[Finding], object] = lambda finding: None,
         console: Console | None = None,
-        golden: Callable[[], list[str]] = lambda: [],
     ) -> None:
-        self.world, self.report, self.golden = world, report, golden
+        self.world, self.report = world, report
         self.console = console or Console(1)
         path = certificates.locate(run)
         self.folder = os.path.dirname(path) or "."
@@ -187,6 +186,7 @@ class Auditor:
         self._check(checks.check_arithmetic, certificate, current)
         self._check(checks.check_model, certificate, self.folder)
         self._check(checks.check_options, certificate, options)
+        self.add(*checks.check_hooks(certificate))
 
     def check_checkpoints(self, folder: str | None = None) -> None:
         """Check the checkpoints in a folder, by default that of the certificate."""
@@ -265,6 +265,10 @@ class Auditor:
         self.check_data(sets, options, self.read_salt(salt))
         self.check_network(material.network(), source)
 
+    def check_weights(self, path: str) -> None:
+        """Compare the file of weights that the run began with."""
+        self._check(checks.check_weights, self.certificate, path)
+
     def check_network(self, net: Network, source: str) -> None:
         """Compare a new network with that of the run, and its weights with the first state."""
         self._check(checks.check_network, self.certificate, net)
@@ -326,7 +330,9 @@ class Auditor:
         points = {point.iteration: point for point in self.points}
         while segments:
             first = segments[0][0]
-            point = points.get(first) or (Point(0) if first == 0 else None)
+            point = points.get(first)
+            if first == 0 and (point is None or self.verdict_on("initial weights") != DIFFERENT):
+                point = Point(0)
             if point is None:
                 text = "not replayed: there is no state to start from"
                 self.add(Finding(_name(segments[0]), NONE, text))
@@ -377,14 +383,28 @@ class Auditor:
                 return cause
         if self.verdict_on("arithmetic") == OTHER:
             return "the arithmetic of this machine"
-        with self.console.stage("golden hashes"):
-            failures = self.golden()
-        if failures:
+        if failures := self._golden_failures:
             return f"the arithmetic of this machine: golden hashes differ ({name_list(failures)})"
         cause = "the certificate: its states do not follow from this data and these options"
+        if self.verdict_on("hooks") == OTHER:
+            cause += ", or the hooks of the run changed it"
         if self.verdict_on("software") == OTHER:
             cause += ", or other sources of mpidl"
         return cause
+
+    @functools.cached_property
+    def _golden_failures(self):
+        """The names of the golden trainings with other weights on any rank."""
+        from mpidl.training import golden
+
+        failures = []
+        with self.console.stage("golden hashes"):
+            try:
+                failures = [o.name for o in golden.check() if o.actual != o.expected]
+            except (UserError, Fault):  # there are no hashes for this arithmetic, or a signal
+                pass
+            ranks = self.world.allgather(failures)
+        return list(dict.fromkeys(name for names in ranks for name in names))
 
     def _test(self, net, material, signals, test):
         """Compare the test of the final network with that of the run."""
@@ -561,7 +581,8 @@ def _material(auditor, datastore, options, net, optimizer, layers):
                 "net: expected the network with the weights that the run began with, of the file "
                 f"with sha256 {start['weights']['sha256']}"
             )
-        network, source = network_of(auditor.certificate, layers), seed_of(auditor.certificate)
+        network = network_of(auditor.certificate, layers)
+        source = f"the seed {seed_of(auditor.certificate)}"
     store = as_datastore(datastore, "images to train on")
     copies = Material(
         store, lambda: copy.deepcopy(network), replaced, lambda: copy.deepcopy(optimizer)
@@ -569,9 +590,10 @@ def _material(auditor, datastore, options, net, optimizer, layers):
     return copies, source
 
 
-def seed_of(certificate: Certificate) -> str:
-    """Return the text "the seed 0" for the seed of a run."""
-    return f"the seed {certificate.of_kind(START)[0]['options'].get('seed', '0')}"
+def seed_of(certificate: Certificate) -> int:
+    """Return the seed of a run."""
+    text = certificate.of_kind(START)[0]["options"].get("seed", "0")
+    return int(check_value(rule_of(OPTIONS["seed"]), text, "--seed", text=True))
 
 
 def network_of(certificate: Certificate, layers: Iterable[type[Layer]] = ()) -> Network:
@@ -579,11 +601,9 @@ def network_of(certificate: Certificate, layers: Iterable[type[Layer]] = ()) -> 
 
     Raises UserError if the layers are invalid, or if a custom class of layers is missing.
     """
-    start = certificate.of_kind(START)[0]
-    network, seed = start["network"], int(settings.options_from(start["options"]).seed)
+    network, seed = certificate.of_kind(START)[0]["network"], seed_of(certificate)
     try:
         return Network.from_spec(network["layers"], network["input_shape"], layers, seed=seed)
     except (ValueError, TypeError, KeyError, OverflowError, MemoryError, RecursionError) as error:
-        raise UserError(
-            f"{printable(certificate.path)}: its network cannot be built: {reason(error)}"
-        ) from None
+        name = printable(certificate.path)
+        raise UserError(f"{name}: its network cannot be built: {reason(error)}") from None

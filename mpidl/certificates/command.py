@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -99,13 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = World(timeout=timeout, threads=None)
     console = Console(world.rank, stream=sys.stderr)  # stdout is for the findings
     with failure.Signals() as signals, FolderLock(world) as lock, console:
-        auditor = Auditor(
-            world,
-            parsed.run,
-            lambda finding: console_line(console, finding),
-            console,
-            lambda: golden_failures(),
-        )
+        report = functools.partial(console_line, console)
+        auditor = Auditor(world, parsed.run, report, console)
         try:
             Command(parsed, auditor, signals, lock).run()
         except Stopped as error:
@@ -120,11 +116,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = name_list(result.differing)
         print(f"{EQUAL if result.is_equal else DIFFERENT}: {text}", flush=True)
     return 0 if result.is_equal else 1
-
-
-def golden_failures() -> list[str]:
-    """Return the names of the golden hashes that this machine does not reproduce."""
-    return []
 
 
 def console_line(console: Console, finding: Finding) -> None:
@@ -195,11 +186,14 @@ class Command:
     def _material(self, training, layers):
         """Return the material of the audit, and what gave the initial weights."""
         certificate, typed = self.auditor.certificate, self.parsed.typed
+        if training.source is not None:
+            self.auditor.check_weights(training.source.file["path"])
         if training.source is not None or ".py:" in (typed.get("network") or ""):
             training.build_network()
             network, source = training.net, str(typed.get("weights") or typed.get("network"))
         else:
-            network, source = audit.network_of(certificate, layers), audit.seed_of(certificate)
+            network = audit.network_of(certificate, layers)
+            source = f"the seed {audit.seed_of(certificate)}"
         names = {name: training.options for name in SPEED}
         replaced = {name: getattr(options, name) for name, options in names.items()}
         replaced["validation"] = training.options.validation

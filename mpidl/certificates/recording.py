@@ -17,6 +17,7 @@ import numpy as np
 from mpidl.certificates import certificate, chain, images, settings, signing, sources, states
 from mpidl.errors import UserError
 from mpidl.files import json_object, on_rank_0, open_for_reading, sha256_of_file
+from mpidl.ranks import failure
 from mpidl.report import metrics
 from mpidl.report.status import FINISHED
 from mpidl.training.files import model_file
@@ -108,7 +109,8 @@ class Recorder:
 
     def finish(self, trainer: Trainer) -> None:
         """Record the last state, unless the run was stopped and will continue from it."""
-        if trainer.position.batch and not trainer.signals.agreed:
+        stop = failure.agreed_signal(trainer.signals, trainer.world)
+        if trainer.position.batch and stop in COMPLETE:
             self._record_state()
 
     def lost(self, trainer: Trainer) -> None:

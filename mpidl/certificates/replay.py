@@ -7,6 +7,7 @@ ends the replay. Nothing is trusted that a digest does not cover.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -124,7 +125,7 @@ def load_covered(path: str, certificate: Certificate) -> tuple[Arrays, dict[str,
     try:
         arrays, attributes = model_file.read(path)
         facts = checkpoint.facts_of(attributes)
-        position = Position(**facts["position"])
+        position = _position_of(facts["position"])
         progress = states.progress_digest(position)
     except (model_file.Torn, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{name}: expected a checkpoint: {error}") from None
@@ -139,6 +140,15 @@ def load_covered(path: str, certificate: Certificate) -> tuple[Arrays, dict[str,
             f"{name}: {', '.join(differing)} differ from the state of iteration {link['iteration']}"
         )
     return arrays, facts
+
+
+def _position_of(values):
+    """Return the position in the facts of a checkpoint; raise an error if it is damaged."""
+    position = Position(**values)
+    for name, value in asdict(position).items():
+        if type(value) not in (int, float) and value is not None:
+            raise ValueError(f"the {name} of its position is not a number")
+    return position
 
 
 def _differing(expected, computed):
@@ -470,7 +480,8 @@ def _with_facts(resume, options, net, images, world, optimizer):
     spec = None if optimizer is None else optimizer_spec(optimizer)
     validation = {**facts["validation"], **now["validation"]}
     rest = {**now, "validation": validation, "optimizer": spec, **numerics.current()}
-    return arrays, {**facts, **rest, **input_pipeline.facts(options)}
+    # JSON turns tuples into lists, as in a checkpoint.
+    return arrays, {**facts, **json.loads(json.dumps({**rest, **input_pipeline.facts(options)}))}
 
 
 def _validation_facts(certificate, arrays, facts, point):
@@ -509,9 +520,7 @@ def _rollback_facts(facts):
     """Return the facts of the state to which a run rolls back, if the checkpoint has one."""
     try:
         saved = facts["rollback"]
-        position = asdict(Position(**saved["position"]))
-        if all(value is None or type(value) in (int, float) for value in position.values()):
-            return {"rollback": {"position": position, "validation": saved["validation"]}}
-    except (KeyError, TypeError):
-        pass
-    return {}
+        position = asdict(_position_of(saved["position"]))
+        return {"rollback": {"position": position, "validation": saved["validation"]}}
+    except (KeyError, TypeError, ValueError):
+        return {}

@@ -9,12 +9,13 @@ import certificate_files
 import certified_runs
 import numpy as np
 import pytest
-from certified_runs import audit, chain, train_run, write_data
+from certified_runs import audit, chain, train_in, write_data
 
 import mpidl as dl
-from mpidl.certificates import command, recording, sources
+from mpidl.certificates import recording, sources
 from mpidl.core import keyed
 from mpidl.errors import UserError
+from mpidl.training import golden
 from mpidl.training.files import model_file
 
 SIGNER = "alice@example.org"
@@ -34,8 +35,14 @@ def honest(tmp_path_factory):
     key = new_key(folder / "key")
     signer = f"{SIGNER} {key.with_suffix('.pub').read_text()}"
     (folder / "signers").write_text(signer)
-    train_run(folder / "set.npz", folder / "run", "--certify-key", key)
+    train_in(folder / "run", folder / "set.npz", "--certify-key", key)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """Let the golden hashes agree at once, because their trainings take seconds."""
+    monkeypatch.setattr(golden, "check", lambda: [golden.Outcome("digits", "aa", "aa")])
 
 
 @pytest.fixture
@@ -57,8 +64,8 @@ def test_an_honest_run_is_equal(honest):
     subjects = "certificate signature software arithmetic model options checkpoints data network"
     names = [*subjects.split(), "initial weights", *segments, "test"]
     assert verdicts == dict.fromkeys(names, "equal")
-    assert result.of("signature")[0][1].startswith(f"{SIGNER} (ED25519 SHA256:")
-    (checkpoints,) = result.of("checkpoints")
+    assert result.rows("signature")[0][1].startswith(f"{SIGNER} (ED25519 SHA256:")
+    (checkpoints,) = result.rows("checkpoints")
     assert checkpoints == ("equal", "5, of iterations 0, 4, 8, 12, 15")
 
 
@@ -126,17 +133,17 @@ def test_other_images_are_named(files, kind):
     set_images(change)(files)
     result = audit_files(files)
     assert (result.code, result.differing) == (1, ["data"]), result.lines
-    assert any(v == "DIFFERENT" and text in line for v, line in result.of("data")), result.lines
-    assert result.of("iterations") == [("none", "not replayed, because the data differ")]
+    assert any(v == "DIFFERENT" and text in line for v, line in result.rows("data")), result.lines
+    assert result.rows("iterations") == [("none", "not replayed, because the data differ")]
 
 
 def test_other_test_images_do_not_prevent_replays(files):
     set_images(test_pixel)(files)
     result = audit_files(files)
     assert (result.code, result.differing) == (1, ["data", "test"]) or result.differing == ["data"]
-    (line,) = [text for verdict, text in result.of("data") if verdict == "DIFFERENT"]
+    (line,) = [text for verdict, text in result.rows("data") if verdict == "DIFFERENT"]
     assert line.startswith("test: ") and "with other pixels: image 3" in line
-    assert result.of("iterations 12-15")[0][0] == "equal"
+    assert result.rows("iterations 12-15")[0][0] == "equal"
 
 
 # Tampering with the certificate, of which the chain is bound anew.
@@ -245,9 +252,9 @@ def test_a_forged_certificate_differs(files, kind):
     forge(files, put(value, index, *keys))
     result = audit_files(files, signers=False)
     assert result.code == 1 and subject in result.differing, result.lines
-    verdict, line = next(x for x in result.of(subject) if x[0] == "DIFFERENT")
+    verdict, line = next(x for x in result.rows(subject) if x[0] == "DIFFERENT")
     assert text in line, line
-    assert result.of("certificate")[0][0] == "equal"
+    assert result.rows("certificate")[0][0] == "equal"
 
 
 # Tampering with files, and runs that were not trained as they say.
@@ -390,7 +397,7 @@ def test_changed_files_are_named(files, kind):
     tamper(files)
     result = audit_files(files)
     assert result.code == 1 and subject in result.differing, result.lines
-    assert any(v == "DIFFERENT" and text in line for v, line in result.of(subject)), result.lines
+    assert any(v == "DIFFERENT" and text in line for v, line in result.rows(subject)), result.lines
 
 
 # Runs that were not trained as their certificates say.
@@ -398,11 +405,16 @@ def test_changed_files_are_named(files, kind):
 
 @pytest.fixture
 def train_dishonestly(honest, tmp_path):
-    """Return a function that trains like the honest run, and audits the result."""
+    """Return a function that trains like the honest run, and audits the result.
 
-    def train_and_audit(*options, data="set.npz", claimed=None):
+    `permutation` replaces `keyed.permutation` while it trains.
+    """
+
+    def train_and_audit(data="set.npz", claimed=None, permutation=keyed.permutation):
         folder = tmp_path / "dishonest"
-        train_run(honest / data, folder / "run", *options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(keyed, "permutation", permutation)
+            train_in(folder / "run", honest / data)
         shutil.copy(honest / "set.npz", folder)
         if claimed is not None:
             claimed(folder)
@@ -413,7 +425,7 @@ def train_dishonestly(honest, tmp_path):
 
 def assert_differs(result, segment, text):
     assert result.code == 1 and segment in result.differing, result.lines
-    verdict, line = result.of(segment)[0]
+    verdict, line = result.rows(segment)[0]
     assert verdict == "DIFFERENT" and text in line, line
 
 
@@ -422,7 +434,7 @@ def test_an_honest_second_run_is_equal(train_dishonestly):
     assert train_dishonestly().code == 0
 
 
-def test_a_segment_trained_twice(train_dishonestly, monkeypatch):
+def test_a_segment_trained_twice(train_dishonestly):
     """The second epoch repeats the images of the first one. Its states are recorded honestly."""
     permutation = keyed.permutation
 
@@ -430,36 +442,31 @@ def test_a_segment_trained_twice(train_dishonestly, monkeypatch):
         first = 1 if purpose == "shuffle" and epoch == 2 else epoch
         return permutation(n, seed, purpose, epoch=first)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(keyed, "permutation", repeated)
-        run = iter(train_twice := [None])
-        del run, train_twice
-        result = train_dishonestly(claimed=lambda folder: patch.undo())
+    result = train_dishonestly(permutation=repeated)
     assert_differs(result, "iterations 4-8", "from iteration 6 on: the loss is ")
-    assert CERTIFICATE in result.of("iterations 4-8")[0][1]
-    assert result.of("iterations 0-4")[0][0] == "equal"
+    assert CERTIFICATE in result.rows("iterations 4-8")[0][1]
+    assert result.rows("iterations 0-4")[0][0] == "equal"
 
 
-def test_another_order_of_mini_batches(train_dishonestly, monkeypatch):
+def test_another_order_of_mini_batches(train_dishonestly):
     permutation = keyed.permutation
 
     def reversed_order(n, seed, purpose, *, epoch=0):
         order = permutation(n, seed, purpose, epoch=epoch)
         return order[::-1] if purpose == "shuffle" else order
 
-    monkeypatch.setattr(keyed, "permutation", reversed_order)
-    result = train_dishonestly(claimed=lambda folder: monkeypatch.undo())
+    result = train_dishonestly(permutation=reversed_order)
     assert_differs(result, "iterations 0-4", "from iteration 1 on: the loss is ")
 
 
 def test_another_certificate_beside_the_model(files, tmp_path):
-    train_run(files / "set.npz", tmp_path / "other", "--seed", "1")
+    train_in(tmp_path / "other", files / "set.npz", "--seed", "1")
     for name in ("certificate.json", "certificate-images.txt"):
         shutil.copy(tmp_path / "other" / name, files / "run" / name)
     result = audit_files(files, signers=False)
     assert result.code == 1 and {"model", "checkpoints"} <= {*result.differing}, result.lines
-    assert "model.h5: weights_sha256 is " in result.of("model")[0][1]
-    assert result.of("iterations 0-15")[0][0] == "equal"
+    assert "model.h5: weights_sha256 is " in result.rows("model")[0][1]
+    assert result.rows("iterations 0-15")[0][0] == "equal"
 
 
 def test_images_that_the_certificate_does_not_claim(honest, train_dishonestly, tmp_path):
@@ -481,7 +488,7 @@ def test_images_that_the_certificate_does_not_claim(honest, train_dishonestly, t
         )
 
     result = train_dishonestly(data="other.npz", claimed=claim)
-    assert result.of("data")[0][0] == "equal"
+    assert result.rows("data")[0][0] == "equal"
     assert_differs(result, "iterations 0-4", CERTIFICATE)
 
 
@@ -501,7 +508,7 @@ def test_other_kernels(honest, tmp_path, build):
     )
     shutil.copy(honest / "set.npz", folder)
     result = audit_files(folder, signers=False)
-    (arithmetic,) = result.of("arithmetic")
+    (arithmetic,) = result.rows("arithmetic")
     assert arithmetic[0] == "other" and f"(--device cpu with MPIDL_CPU={build})" in arithmetic[1]
     assert_differs(result, "iterations 0-4", "cause: the arithmetic of this machine")
     current = sources.arithmetic(dl.World())
@@ -511,17 +518,18 @@ def test_other_kernels(honest, tmp_path, build):
 
 def test_a_machine_that_computes_differently(files, monkeypatch):
     """Golden hashes tell a faulty machine from an untrue certificate."""
-    monkeypatch.setattr(command, "golden_failures", lambda: ["digits, bf16"])
+    outcomes = [golden.Outcome("digits", "aa", "bb"), golden.Outcome("resnet-20", "cc", "cc")]
+    monkeypatch.setattr(golden, "check", lambda: outcomes)
     forge(files, put("0.02", 0, "options", "learning_rate"))
     remove_checkpoints(files)
-    text = "cause: the arithmetic of this machine: golden hashes differ (digits, bf16)"
+    text = "cause: the arithmetic of this machine: golden hashes differ (digits)"
     assert_differs(audit_files(files, signers=False), "iterations 0-15", text)
 
 
 def test_other_sources_explain_a_difference_but_are_none(files):
     forge(files, put(ZEROS, 0, "software", "sources"))
     result = audit_files(files, signers=False)
-    assert result.code == 0 and result.of("software")[0][0] == "other", result.lines
+    assert result.code == 0 and result.rows("software")[0][0] == "other", result.lines
     forge(files, put("0.02", 0, "options", "learning_rate"))
     remove_checkpoints(files)
     text = "from this data and these options, or other sources of mpidl"
@@ -534,15 +542,15 @@ def test_other_sources_explain_a_difference_but_are_none(files):
 def test_steps_and_samples(honest):
     result = audit_files(honest, "--steps", "5:9")
     assert [line for line in result.lines if line.startswith("iterations")][0].split()[1] == "4-10"
-    assert result.code == 0 and not result.of("test")
+    assert result.code == 0 and not result.rows("test")
     samples = []
     for seed in (0, 1, 2, 0):
         result = audit_files(honest, "--sample", 2, "--seed", seed)
-        assert result.of("sample") == [("equal", f"2 of 4 segments, drawn by --seed {seed}")]
+        assert result.rows("sample") == [("equal", f"2 of 4 segments, drawn by --seed {seed}")]
         samples.append([x.split()[1] for x in result.lines if x.startswith("iterations")])
         assert len(samples[-1]) == 2 and result.code == 0
     assert samples[0] == samples[-1] and len(set(map(tuple, samples))) > 1
-    first, second = (audit_files(honest, "--sample", 1).of("sample")[0][1] for _ in range(2))
+    first, second = (audit_files(honest, "--sample", 1).rows("sample")[0][1] for _ in range(2))
     assert first != second  # the default is a new seed
 
 
@@ -550,7 +558,7 @@ def test_a_checkpoint_that_was_changed_is_not_a_start(files):
     change_checkpoint("learnables")(files)
     result = audit_files(files, "--steps", "9:10")
     assert result.differing == ["checkpoints"]
-    assert result.of("iterations 4-10")[0][0] == "equal"
+    assert result.rows("iterations 4-10")[0][0] == "equal"
 
 
 def test_the_certificate_alone(honest, tmp_path):
@@ -559,16 +567,16 @@ def test_the_certificate_alone(honest, tmp_path):
     result = audit(tmp_path / "certificate.json", honest / "set.npz")
     assert result.code == 0, result.lines
     for subject in ("signature", "model", "checkpoints"):
-        assert result.of(subject)[0][0] == "none"
-    assert result.of("iterations 0-15")[0][0] == "equal"
+        assert result.rows(subject)[0][0] == "none"
+    assert result.rows("iterations 0-15")[0][0] == "equal"
     result = audit(
         tmp_path / "certificate.json", honest / "set.npz", "--checkpoints", honest / "run"
     )
-    assert result.of("iterations 4-8")[0][0] == "equal"
+    assert result.rows("iterations 4-8")[0][0] == "equal"
 
 
 def test_private_digests_need_the_salt(honest, tmp_path):
-    run = train_run(honest / "set.npz", tmp_path / "run", certify="private")
+    run = train_in(tmp_path / "run", honest / "set.npz", certify="private")
     assert audit(run, honest / "set.npz").code == 0
     salt = (run / "certificate-salt.txt").rename(tmp_path / "salt.txt")
     with pytest.raises(UserError, match="expected the salt of the digests"):

@@ -1,0 +1,96 @@
+"""Test audits of jobs: of runs that were killed and resumed, on other numbers of ranks."""
+
+import os
+import signal
+
+import jobs
+import launcher
+import pool
+import pytest
+from launcher import finish
+from limits import wait_until
+
+INTERVAL = 3  # iterations between states
+STATE = '"kind": "certificate_state"'
+CERTIFY = ["--certify", "--certify-every", INTERVAL, "--checkpoint-keep", 2 * INTERVAL]
+# Augmentation, mixing, an average of the weights, and a choice of the network.
+TRAINING = [
+    *("--flip", "x", "--translate", 2, "--rotation", 10, "--mixup", 0.2),
+    *("--shuffle", "every-epoch", "--average", "ema", "--solver", "adam"),
+    *("--validation-fraction", 0.1, "--validation-frequency", 7),
+    *("--output-network", "best-validation", "--threads", 1),
+]
+
+
+def audit(ranks, run, data, *words, check=0):
+    """Audit a run, and return its lines without the seconds of the segments."""
+    words = jobs.command("audit", run, "--threads", 1, *words, network=None, data=data)
+    return jobs.output_lines(pool.run(ranks, *words, check=check))
+
+
+def states_in(out):
+    path = out / "metrics.jsonl"
+    return path.read_text().count(STATE) if path.exists() else 0
+
+
+def killed(job, rank, out, count):
+    """Kill a rank of a job that has recorded `count` more states."""
+    goal = states_in(out) + count
+    wait_until(lambda: states_in(out) >= goal or job.poll() is not None)
+    os.kill(job.rank_pids()[rank], signal.SIGKILL)
+    assert finish(job).returncode not in (0, jobs.STOPPED)
+
+
+def resumed(ranks, out):
+    words = jobs.command("train", "--resume", out, network=None)
+    return launcher.start(ranks, *words, env=jobs.without_plots())
+
+
+def train_and_kill(ranks, data, out, *words):
+    """Train on ranks[0] ranks, kill the job, resume it on ranks[1] ranks and so on, to the end."""
+    words = ["--batch-size", 50, "--checkpoint-every", 2, *TRAINING, *CERTIFY, *words]
+    words = jobs.command("train", *words, *jobs.ENDLESS, network=jobs.SMALL, data=data, out=out)
+    with launcher.start(ranks[0], *words, env=jobs.without_plots()) as job:
+        killed(job, ranks[0] - 1, out, 3)
+    for count in ranks[1:-1]:
+        with resumed(count, out) as job:
+            killed(job, 0, out, 3)
+    last = jobs.iterations(out)[-1] + 31
+    jobs.resume(ranks[-1], out, "--max-iterations", last)
+    return last
+
+
+def assert_all_equal(lines):
+    assert lines[-1] == "equal: all checks agree with the certificate", lines
+    assert not [line for line in lines if "DIFFERENT" in line]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ((2, 3), ()),
+        pytest.param((4, 2, 3), ("--precision", "bf16"), marks=pytest.mark.slow("jobs")),
+        pytest.param((4, 2, 3), ("--accumulate", 2), marks=pytest.mark.slow("jobs")),
+    ],
+)
+def test_a_run_that_was_killed_and_resumed(pictures, tmp_path, ranks, words):
+    out = tmp_path / "run"
+    last = train_and_kill(ranks, pictures, out, *words)
+    lines = audit(1, out, pictures, "--sample", 5, "--seed", 3)
+    assert_all_equal(lines)
+    segments = [line.split()[1] for line in lines if line.startswith("iterations")]
+    assert len(segments) == 5, lines
+    lines = audit(3, out, pictures)
+    assert_all_equal(lines)
+    segments = [line.split()[1].split("-") for line in lines if line.startswith("iterations")]
+    numbers = [[int(number) for number in pair] for pair in segments]
+    assert numbers[0][0] == 0 and numbers[-1][1] == last
+    assert all(a[1] == b[0] for a, b in zip(numbers, numbers[1:], strict=False))
+    # A negative control: another augmentation.
+    document = (out / "certificate.json").read_text()
+    (out / "certificate.json").write_text(
+        document.replace('"rotation": "10.0"', '"rotation": "9.0"')
+    )
+    lines = audit(2, out, pictures, "--steps", f"0:{INTERVAL}", check=1)
+    assert lines[-1].startswith("DIFFERENT: certificate, options, iterations 0-"), lines
