@@ -546,9 +546,12 @@ def test_steps_and_samples(honest):
     samples = []
     for seed in (0, 1, 2, 0):
         result = audit_files(honest, "--sample", 2, "--seed", seed)
-        assert result.rows("sample") == [("equal", f"2 of 4 segments, drawn by --seed {seed}")]
-        samples.append([x.split()[1] for x in result.lines if x.startswith("iterations")])
-        assert len(samples[-1]) == 2 and result.code == 0
+        (sample,) = result.rows("sample")
+        segments = [x.split()[1] for x in result.lines if x.startswith("iterations")]
+        is_added = sample[1].endswith(", and the last one")
+        assert sample[1].startswith(f"2 of 4 segments, drawn by --seed {seed}")
+        assert len(segments) == 2 + is_added and segments[-1] == "12-15" and result.code == 0
+        samples.append(segments)
     assert samples[0] == samples[-1] and len(set(map(tuple, samples))) > 1
     first, second = (audit_files(honest, "--sample", 1).rows("sample")[0][1] for _ in range(2))
     assert first != second  # the default is a new seed
@@ -594,6 +597,8 @@ def test_private_digests_need_the_salt(honest, tmp_path):
         (("--steps", "x"), "--steps must be A:B with A <= B, such as 400:450, found x"),
         (("--steps", "0:16"), "--steps 0:16: expected at most 15"),
         (("--sample", "2", "--steps", "1:2"), "--steps and --sample: expected at most one"),
+        (("--largest", "2", "--steps", "1:2"), "--steps and --largest: expected at most one"),
+        (("--largest", "0"), "--largest must be at least 1, found 0"),
         (("--seed", "2"), "--seed 2: expected --sample with it"),
         (("--weights", "a.h5"), "--weights a.h5: the run did not start from weights"),
         (("--checkpoints", "none"), "--checkpoints none: no such folder"),

@@ -106,12 +106,39 @@ def test_sampled_segments(world, out):
     train(world, out, checkpoint_keep=2)
     results = [audit(world, out, sample=2, seed=seed) for seed in (0, 1, 2, 0)]
     names = [[f.subject for f in r.findings if f.subject[:5] == "itera"] for r in results]
-    assert names[0] == names[3] and all(len(drawn) == 2 for drawn in names)
+    assert names[0] == names[3] and all(len(drawn) in (2, 3) for drawn in names)
+    assert all(drawn[-1] == "iterations 10-12" for drawn in names)
     assert all(result.is_equal for result in results)
     new = audit(world, out, sample=2)
     text = world.gather(text_of(new, "sample"))
     assert text is None or len(set(text)) == 1  # all ranks drew the same segments
     assert [f.subject for f in audit(world, out, steps=(5, 5)).findings][-1] == "iterations 4-6"
+
+
+class Jump:
+    """A hook that adds numbers to the weights after an iteration."""
+
+    def __init__(self, iteration):
+        self.jump_iteration = iteration
+
+    def step(self, trainer):
+        if trainer.position.iteration == self.jump_iteration:
+            weight = np.array(trainer.net.parameters["dense1.weight"])
+            trainer.net.parameters["dense1.weight"] = weight + np.float32(3)
+
+
+@pytest.mark.parametrize("options", [{}, {"learn_rate_schedule": "cosine", "epochs": 6}])
+def test_a_jump_is_in_the_segment_with_the_largest_distance(world, out, options):
+    train(world, out, hooks=[Jump(5)], **options)
+    result = audit(world, out, largest=1)
+    assert text_of(result, "largest").startswith("1 of ")
+    assert result.differing == ["iterations 4-8"]
+    text = text_of(result, "iterations 4-8")
+    assert text.startswith("from iteration 6 on: the loss is ")
+    assert text.endswith(", or the hooks of the run changed it")
+    names = [f.subject for f in result.findings if f.subject.startswith("iterations")]
+    assert len(names) == 2  # the other one is the last
+    assert verdicts(audit(world, out, largest=9))["iterations 0-4"] == "equal"
 
 
 def diverging_pictures():
