@@ -9,7 +9,7 @@ import certificate_files
 import certified_runs
 import numpy as np
 import pytest
-from certified_runs import audit, chain, train_in, write_data
+from certified_runs import audit, chain, train_run, write_data
 
 import mpidl as dl
 from mpidl.certificates import recording, sources
@@ -35,7 +35,7 @@ def honest(tmp_path_factory):
     key = new_key(folder / "key")
     signer = f"{SIGNER} {key.with_suffix('.pub').read_text()}"
     (folder / "signers").write_text(signer)
-    train_in(folder / "run", folder / "set.npz", "--certify-key", key)
+    train_run(folder / "set.npz", folder / "run", "--certify-key", key)
     return folder
 
 
@@ -414,7 +414,7 @@ def train_dishonestly(honest, tmp_path):
         folder = tmp_path / "dishonest"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(keyed, "permutation", permutation)
-            train_in(folder / "run", honest / data)
+            train_run(honest / data, folder / "run")
         shutil.copy(honest / "set.npz", folder)
         if claimed is not None:
             claimed(folder)
@@ -460,7 +460,7 @@ def test_another_order_of_mini_batches(train_dishonestly):
 
 
 def test_another_certificate_beside_the_model(files, tmp_path):
-    train_in(tmp_path / "other", files / "set.npz", "--seed", "1")
+    train_run(files / "set.npz", tmp_path / "other", "--seed", "1")
     for name in ("certificate.json", "certificate-images.txt"):
         shutil.copy(tmp_path / "other" / name, files / "run" / name)
     result = audit_files(files, signers=False)
@@ -576,7 +576,7 @@ def test_the_certificate_alone(honest, tmp_path):
 
 
 def test_private_digests_need_the_salt(honest, tmp_path):
-    run = train_in(tmp_path / "run", honest / "set.npz", certify="private")
+    run = train_run(honest / "set.npz", tmp_path / "run", certify="private")
     assert audit(run, honest / "set.npz").code == 0
     salt = (run / "certificate-salt.txt").rename(tmp_path / "salt.txt")
     with pytest.raises(UserError, match="expected the salt of the digests"):

@@ -11,7 +11,8 @@ from unittest import mock
 import numpy as np
 
 from mpidl.certificates import command
-from mpidl.cli import train, train_run
+from mpidl.cli import train
+from mpidl.cli import train_run as train_module
 from mpidl.ranks.world import World
 
 NETWORK = f"{Path(__file__).parents[1] / 'launch' / 'networks.py'}:small"
@@ -51,10 +52,10 @@ def one_world():
     return World(threads=None)
 
 
-def train_in(out, data, *options, certify="public"):
+def train_run(data, out, *options, certify="public"):
     """Train in this process, and return the folder of the run."""
     words = ["--network", NETWORK, "--data", data, "--out", out, "--certify", certify, *OPTIONS]
-    with contextlib.redirect_stdout(io.StringIO()), _one_world(train_run):
+    with contextlib.redirect_stdout(io.StringIO()), _one_world(train_module):
         code = train.main([str(word) for word in [*words, *options]])
     assert code == 0
     return Path(out)
