@@ -268,8 +268,8 @@ class Comparison:
         if self.difference is not None:
             return
         is_compared = False
-        if trainer.world.rank == 0 or iteration >= self.part_end:
-            trainer.wait()
+        if iteration in self.states or iteration >= self.part_end:
+            trainer.wait()  # other iterations do not wait for a GPU
         if trainer.world.rank == 0:
             is_compared = self._compare(trainer, iteration, rollbacks)
             if is_compared and self.difference is None and iteration in self.stops:
