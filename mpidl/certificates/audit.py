@@ -36,7 +36,7 @@ from mpidl.files import on_rank_0, reason
 from mpidl.nn import Network
 from mpidl.nn.network_check import need_network
 from mpidl.options.declaration import check_value, rule_of
-from mpidl.ranks.failure import Signals
+from mpidl.ranks.failure import Signals, agreed_signal
 from mpidl.ranks.world import World
 from mpidl.report import Console, metrics
 from mpidl.text import name_list, printable
@@ -360,9 +360,8 @@ class Auditor:
                 if self.verdict_on("network") != DIFFERENT:
                     raise
                 difference = Difference(point.iteration, str(error))
-        stop = replay.signals.name
-        if stop is not None:
-            raise Stopped(f"{stop}: the audit was stopped")
+        if replay.stopped is not None:
+            raise Stopped(f"{replay.stopped}: the audit was stopped")
         return difference
 
     def _explained(self, difference):
@@ -423,8 +422,8 @@ class Auditor:
                 test_flips=options.test_flips,
                 signals=signals,
             )
-        if signals.name is not None:
-            raise Stopped(f"{signals.name}: the audit was stopped")
+        if (stop := agreed_signal(signals, self.world)) is not None:
+            raise Stopped(f"{stop}: the audit was stopped")
         values = {name: metrics.number(getattr(scores, name)) for name in ("loss", "accuracy")}
         pairs = [f"{n} is {v}, was {recorded[n]}" for n, v in values.items() if v != recorded[n]]
         text = ", ".join(pairs) or f"{len(test)} images"

@@ -31,7 +31,7 @@ from mpidl.training.files import checkpoint, model_file, run_state
 from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.files.resume_changes import resumable
 from mpidl.training.optimizers.checks import optimizer_spec
-from mpidl.training.progress import OUTPUT_FUNCTION, EpochSummary, Position
+from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, EpochSummary, Position
 from mpidl.training.session import Session
 
 if TYPE_CHECKING:
@@ -258,8 +258,9 @@ class Comparison:
         self._reach(trainer)
 
     def end(self, trainer: Trainer) -> None:
-        if self.is_to_the_end and self.difference is None and trainer.stopped != REACHED:
-            if trainer.world.rank == 0:
+        is_complete = trainer.stopped in (None, PATIENCE, OUTPUT_FUNCTION)
+        if is_complete and self.is_to_the_end and trainer.world.rank == 0:
+            if self.difference is None:
                 self._compare_end(trainer)
 
     def _reach(self, trainer):
@@ -418,7 +419,8 @@ class Replay:
     ) -> None:
         self.world, self.certificate, self.material = world, certificate, material
         self.signals = signals
-        self.net: Network | None = None  # the network of a replay to the end
+        self.net: Network | None = None  # the network of the last replay
+        self.stopped: str | None = None  # the signal that has stopped a replay
 
     def run(self, point: Point, comparison: Comparison) -> Difference | None:
         """Replay from a point to the last of the comparison's stops; return a difference, if any.
@@ -437,7 +439,7 @@ class Replay:
             except NotFinite as error:
                 comparison._differ(point.iteration, error.description)
                 break
-            if comparison.handover is None or self.signals.name is not None:
+            if comparison.handover is None or self.stopped is not None:
                 break
             resume = comparison.handover
         return self.world.broadcast(comparison.difference)
@@ -469,8 +471,12 @@ class Replay:
             with session.active((), self.signals):
                 result = session.train(net, images, options, [comparison], optimizer=optimizer)
         self.net = net
-        if result.stopped == REACHED and self.signals.name in (REACHED, None):
-            self.signals.name, self.signals.agreed = None, False
+        if result.stopped == REACHED:
+            self.signals.agreed = False
+            if self.signals.name == REACHED:  # another rank may have received a signal
+                self.signals.name = None
+        elif result.stopped not in (None, PATIENCE, OUTPUT_FUNCTION):
+            self.stopped = result.stopped
 
 
 def _with_facts(resume, options, net, images, world, optimizer):
