@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from mpidl.certificates import certificate as certificates
 from mpidl.certificates import checks, images, recording, segments, settings, sources
 from mpidl.certificates.certificate import Certificate
@@ -588,7 +590,8 @@ def network_of(certificate: Certificate, layers: Iterable[type[Layer]] = ()) -> 
     """
     network, seed = certificate.of_kind(START)[0]["network"], seed_of(certificate)
     try:
-        return Network.from_spec(network["layers"], network["input_shape"], layers, seed=seed)
+        with np.errstate(all="ignore"):  # layers of absurd sizes
+            return Network.from_spec(network["layers"], network["input_shape"], layers, seed=seed)
     except (ValueError, TypeError, KeyError, OverflowError, MemoryError, RecursionError) as error:
         name = printable(certificate.path)
         raise UserError(f"{name}: its network cannot be built: {reason(error)}") from None

@@ -20,9 +20,10 @@ from mpidl import numerics
 from mpidl.certificates import settings, states
 from mpidl.certificates.certificate import Certificate
 from mpidl.certificates.chain import END, START, STATE, VALIDATION, Link
-from mpidl.errors import NotFinite, UserError
+from mpidl.errors import Fault, NotFinite, UserError
 from mpidl.evaluation.validation import BEST, held_out
 from mpidl.files import on_rank_0
+from mpidl.options.declaration import check_value, flag, rule_of
 from mpidl.ranks.failure import Signals
 from mpidl.report import Console, metrics
 from mpidl.text import printable
@@ -31,6 +32,7 @@ from mpidl.training.files import checkpoint, model_file, run_state
 from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.files.resume_changes import resumable
 from mpidl.training.optimizers.checks import optimizer_spec
+from mpidl.training.options.training_options import OPTIONS
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, EpochSummary, Position
 from mpidl.training.session import Session
 
@@ -146,7 +148,8 @@ def _position_of(values):
     """Return the position in the facts of a checkpoint; raise an error if it is damaged."""
     position = Position(**values)
     for name, value in asdict(position).items():
-        if type(value) not in (int, float) and value is not None:
+        is_missing = value is None and name in ("correct", "epoch_loss")
+        if type(value) not in (int, float) and not is_missing:
             raise ValueError(f"the {name} of its position is not a number")
     return position
 
@@ -186,6 +189,10 @@ def _effective(start):
     """Return the texts of the options that change the weights."""
     ignored = {*NEUTRAL, *LENGTH, "certify_every"}
     return {name: text for name, text in start["options"].items() if name not in ignored}
+
+
+class Unreachable(Fault):
+    """Raised if a training with these options cannot have a state of the certificate."""
 
 
 class Comparison:
@@ -232,8 +239,9 @@ class Comparison:
 
     def begin(self, start: Link, part_end: int) -> None:
         """Prepare for a part of the replay, which has the options of a start."""
-        names = ("certify_every", "checkpoint_keep")
-        numbers = (int(start["options"].get(name, "0")) for name in names)
+        texts = [(n, start["options"].get(n, "0")) for n in ("certify_every", "checkpoint_keep")]
+        rules = {name: rule_of(OPTIONS[name])._replace(low=0) for name, _ in texts}
+        numbers = [check_value(rules[name], text, flag(name), text=True) for name, text in texts]
         self.intervals, self.part_end = [n for n in numbers if n], part_end
         self.handover = None
 
@@ -243,6 +251,10 @@ class Comparison:
         return self.part_end == self.end_link["iteration"] == self.stops[-1]
 
     def start(self, trainer: Trainer) -> None:
+        position, count = trainer.position, len(trainer.queue)
+        if position.batch > count:
+            text = f"mini-batch {position.batch} of epoch {position.epoch}, which has {count}"
+            raise Unreachable(f"the state is after {text}")
         trainer.writer.listeners.append(lambda record: self._validated(trainer, record))
         if trainer.position.iteration == 0:
             self._reach(trainer)
@@ -287,28 +299,27 @@ class Comparison:
     def _stop(self, trainer):
         trainer.signals.name = trainer.signals.name or REACHED
 
-    def _differ(self, iteration, text):
+    def differ(self, iteration: int, text: str) -> None:
+        """Record the first difference."""
         self.difference = self.difference or Difference(iteration, text)
 
     def _compare(self, trainer, iteration, rollbacks):
         """Compare a state, and return whether this is done. A rollback may have yet to come."""
         link = self.states.get(iteration)
         if iteration > self.end_link["iteration"]:
-            self._differ(iteration, "the options train on, but the run has ended")
+            self.differ(iteration, "the options train on, but the run has ended")
         elif self._missing is not None and rollbacks < self._missing[1]:
             self._await_rollback(trainer, iteration, *self._missing)
         elif link is None:
             is_due = trainer.position.batch == 0 or any(not iteration % n for n in self.intervals)
             if is_due:
-                self._differ(iteration, "the certificate has no state of this iteration")
+                self.differ(iteration, "the certificate has no state of this iteration")
         elif rollbacks < link["rollbacks"]:
             self._missing = iteration, link["rollbacks"]
             self._await_rollback(trainer, iteration, *self._missing)
         elif rollbacks > link["rollbacks"]:
             count = link["rollbacks"]
-            self._differ(
-                iteration, f"the replay has rolled back {rollbacks} times, the run {count}"
-            )
+            self.differ(iteration, f"the replay has rolled back {rollbacks} times, the run {count}")
         else:
             self._missing = None
             self._compare_state(trainer, link)
@@ -320,7 +331,7 @@ class Comparison:
         interval, options = trainer.options.checkpoint_every, trainer.options
         is_kept = trainer.position.batch == 0 or bool(interval and iteration % interval == 0)
         if options.on_nan != "rollback" or self._is_past:
-            self._differ(state, f"the run has rolled back {rollbacks} times, the replay has not")
+            self.differ(state, f"the run has rolled back {rollbacks} times, the replay has not")
         self._is_past = is_kept
 
     _is_past = False
@@ -329,14 +340,14 @@ class Comparison:
         iteration, losses = link["iteration"], link["losses"]
         for i, loss in enumerate(losses, iteration - len(losses) + 1):
             if self.losses.get(i, loss) != loss:
-                self._differ(i, f"the loss is {self.losses[i]}, was {loss}")
+                self.differ(i, f"the loss is {self.losses[i]}, was {loss}")
         self._compare_validations(iteration)
         state = states.state_of(trainer)
         differing = _differing(link["tables"], state["tables"])
         names = ("epoch", "progress")
         differing += [name for name in names if state[name] != link[name]]
         if differing:
-            self._differ(iteration, f"{', '.join(differing)} differ")
+            self.differ(iteration, f"{', '.join(differing)} differ")
 
     def _compare_validations(self, last, is_end=False):
         """Compare the validations up to an iteration.
@@ -351,12 +362,12 @@ class Comparison:
                 continue
             if expected is None or computed is None:
                 whose = "the certificate" if expected is None else "the replay"
-                self._differ(i, f"{whose} has no validation of this iteration")
+                self.differ(i, f"{whose} has no validation of this iteration")
                 continue
             for name, value in computed.items():
                 if value != expected[name]:
                     text = "" if name == "best" else f" is {value}, was {expected[name]}"
-                    self._differ(i, f"validation: {name}{text or ' differs'}")
+                    self.differ(i, f"validation: {name}{text or ' differs'}")
         self.compared = last - 1
 
     def _validated(self, trainer, record):
@@ -376,7 +387,7 @@ class Comparison:
         link, iteration = self.end_link, trainer.position.iteration
         last = link["iteration"]
         if iteration != last:
-            self._differ(iteration, f"the replay ends here, the run after iteration {last}")
+            self.differ(iteration, f"the replay ends here, the run after iteration {last}")
             return
         self._compare_validations(last, is_end=True)
         loss, accuracy = trainer.validation.of_the_result()
@@ -391,7 +402,7 @@ class Comparison:
         }
         for name, value in computed.items():
             if value != link[name]:
-                self._differ(last, f"{name.replace('_', ' ')}: {value}, was {link[name]}")
+                self.differ(last, f"{name.replace('_', ' ')}: {value}, was {link[name]}")
 
 
 def _snapshot(trainer):
@@ -436,8 +447,9 @@ class Replay:
             comparison.begin(start, part_end)
             try:
                 self._train(start, resume, comparison)
-            except NotFinite as error:
-                comparison._differ(point.iteration, error.description)
+            except (NotFinite, Unreachable) as error:
+                text = getattr(error, "description", str(error))  # without advice
+                comparison.differ(point.iteration, text)
                 break
             if comparison.handover is None or self.stopped is not None:
                 break
