@@ -265,7 +265,7 @@ def _add_saves(parser, command):
 
 
 def _add_certify(parser, command):
-    parts = ["manifest", "states"]
+    parts = ["manifest", "states", "audit"]
     text = f"parts of the benchmark ({','.join(parts)})"
     parser.text("--parts", "NAME,...", text, default=parts, type=_names("--parts", parts))
     _add_counts(
@@ -276,9 +276,10 @@ def _add_certify(parser, command):
         ("file-side", 224, "height and width of the JPEG files in pixels"),
         ("workers", 1, "threads that read and decode"),
         ("iterations", 50, "mini-batches per epoch of states, except for digits"),
+        ("ranks", 4, "ranks of the job that is audited"),
         ROUNDS,
     )
-    text, networks = "networks that record states", ["digits", "resnet"]
+    text, networks = "networks that record states and are audited", ["digits", "resnet"]
     parser.text("--networks", "NAME,...", text, default=networks, type=_words)
 
 

@@ -8,6 +8,8 @@ system's file cache, because waiting for a disk would hide the cost.
 The part `states` trains networks on one rank, and records states as `--certify` does in every
 second epoch. An epoch writes a checkpoint at its end, with a certificate or without. The cost is
 the ratio of neighbouring epochs.
+
+The part `audit` is in `certify_audit.py`.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import numpy as np
 
 from benchmarks import input as input_benchmark
 from benchmarks import input_memory, machine, report, subject, turns
+from benchmarks.certify_audit import measure_audit
 from mpidl.certificates import certificate, images, recording
 from mpidl.data import Datastore, ImageFolder, MinibatchQueue, PackedDatastore, registry
 from mpidl.data.formats import packing
@@ -130,8 +133,8 @@ class Turns(recording.Recorder):
 
     Attributes
     ----------
-    seconds : dict
-        {PLAIN or CERTIFIED: seconds of each turn}
+    seconds, processor_seconds : dict
+        {PLAIN or CERTIFIED: time of each turn}
     recording_seconds : list of float
         Seconds of each certified turn that the recorder itself took.
     """
@@ -140,8 +143,9 @@ class Turns(recording.Recorder):
         super().__init__()
         self.kinds = [PLAIN, *(kind for _, kind in turns.alternate((PLAIN, CERTIFIED), rounds))]
         self.seconds: dict[str, list[float]] = {PLAIN: [], CERTIFIED: []}
+        self.processor_seconds: dict[str, list[float]] = {PLAIN: [], CERTIFIED: []}
         self.recording_seconds: list[float] = []
-        self.turn, self.start_time = 0, time.perf_counter()
+        self.turn, self.start_times = 0, (0.0, 0.0)
 
     def step(self, trainer: Trainer) -> None:
         """Record a state if this turn records and the state is due."""
@@ -150,10 +154,12 @@ class Turns(recording.Recorder):
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         """End a turn, and begin the next one."""
-        now = time.perf_counter()
+        times = time.perf_counter(), time.process_time()
         if self.turn:
-            self.seconds[self.kinds[self.turn]].append(now - self.start_time)
-        self.turn, self.start_time = self.turn + 1, now
+            seconds, processor_seconds = np.subtract(times, self.start_times)
+            self.seconds[self.kinds[self.turn]].append(seconds)
+            self.processor_seconds[self.kinds[self.turn]].append(processor_seconds)
+        self.turn, self.start_times = self.turn + 1, times
         if self.turn < len(self.kinds) and self.kinds[self.turn] == CERTIFIED:
             seconds = turns.seconds(lambda: super(Turns, self).epoch(trainer, summary))
             self.recording_seconds.append(seconds)
@@ -191,19 +197,20 @@ def measure_states(options: argparse.Namespace, folder: str) -> dict:
 
 def _describe_states(name, hook):
     """Print the cost of the states of a network, and return it for the JSON file."""
-    seconds = hook.seconds
-    shares = np.divide(hook.recording_seconds, seconds[CERTIFIED])
+    seconds, processor = hook.seconds, hook.processor_seconds
     record = {
         "seconds": seconds,
         "ratio": report.median(np.divide(seconds[CERTIFIED], seconds[PLAIN])),
-        "share": report.median(shares),
+        "processor_ratio": report.median(np.divide(processor[CERTIFIED], processor[PLAIN])),
+        "share": report.median(np.divide(hook.recording_seconds, seconds[CERTIFIED])),
     }
     print(
         f"{name}, mini-batches of {BATCH}: an epoch {CERTIFIED} takes {record['ratio']:.4f} times "
-        f"as long as one {PLAIN}; its states take {100 * record['share']:.2f} % of it"
+        f"as long as one {PLAIN}, and {record['processor_ratio']:.4f} times the processor time; "
+        f"its states take {100 * record['share']:.2f} % of it"
     )
     report.print_table([[f"  {s}", report.spread(seconds[s]), "s"] for s in seconds], left=1)
     return record
 
 
-PARTS = {"manifest": measure_manifest, "states": measure_states}
+PARTS = {"manifest": measure_manifest, "states": measure_states, "audit": measure_audit}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from mpidl.certificates import certificate as certificates
-from mpidl.certificates import checks, images, recording, settings, sources
+from mpidl.certificates import checks, images, recording, segments, settings, sources
 from mpidl.certificates.certificate import Certificate
 from mpidl.certificates.chain import START
 from mpidl.certificates.checks import DIFFERENT, EQUAL, NONE, OTHER, Finding
@@ -23,23 +24,26 @@ from mpidl.certificates.replay import (
     Material,
     Point,
     Replay,
+    load_covered,
     options_of,
     paths_of,
 )
-from mpidl.core import keyed
+from mpidl.certificates.segments import Selection
 from mpidl.data.array_datastore import as_datastore
 from mpidl.data.loading.bad_images import BadImages
+from mpidl.data.queue import epoch_images
 from mpidl.errors import Fault, UserError
 from mpidl.evaluation.validation import held_out
 from mpidl.files import on_rank_0, reason
 from mpidl.nn import Network
 from mpidl.nn.network_check import need_network
-from mpidl.ranks.failure import Signals
+from mpidl.ranks.failure import Signals, agreed_signal
 from mpidl.ranks.world import World
 from mpidl.report import Console, metrics
 from mpidl.text import name_list, printable
 from mpidl.training.optimizers.checks import CustomOptimizer, optimizer_spec
 from mpidl.training.options.training_options import OPTIONS, TrainingOptions
+from mpidl.training.schedules import rate_of
 
 if TYPE_CHECKING:
     from mpidl.data.array_datastore import Arrays
@@ -47,8 +51,6 @@ if TYPE_CHECKING:
     from mpidl.nn.layers import Layer
     from mpidl.training.optimizers import Optimizer
 
-Segment = tuple[int, int]
-STEPS = re.compile(r"([0-9]{1,15}):([0-9]{1,15})")
 # What explains a difference in a replay, if it differs too: {subject: cause}, the first one wins.
 CAUSES = {
     "data": "the data",
@@ -84,41 +86,6 @@ class Audit(NamedTuple):
     def __str__(self) -> str:
         result = f"{DIFFERENT}: {name_list(self.differing)}" if self.differing else EQUAL
         return "\n".join([*map(str, self.findings), result])
-
-
-class Selection(NamedTuple):
-    """The iterations to replay: all by default.
-
-    Attributes
-    ----------
-    steps : (int, int) or None
-        First and last iteration.
-    sample : int or None
-        Number of segments between two starting points, to be drawn by `seed`.
-    seed : int or None
-        The seed; by default a new one.
-    """
-
-    steps: Segment | None = None
-    sample: int | None = None
-    seed: int | None = None
-
-    @classmethod
-    def of_arguments(
-        cls, steps: str | Sequence[int] | None, sample: int | None, seed: int | None
-    ) -> Selection:
-        """Check the arguments of `audit`, and return the selection."""
-        pair = None
-        if steps is not None:
-            match = STEPS.fullmatch(steps if isinstance(steps, str) else ":".join(map(str, steps)))
-            pair = (int(match[1]), int(match[2])) if match else (1, 0)
-            if pair[0] > pair[1]:
-                raise UserError(f"--steps must be A:B with A <= B, such as 400:450, found {steps}")
-        if pair is not None and sample is not None:
-            raise UserError("--steps and --sample: expected at most one of them")
-        if seed is not None and sample is None:
-            raise UserError(f"--seed {seed}: expected --sample with it")
-        return cls(pair, sample, seed)
 
 
 class Auditor:
@@ -185,6 +152,7 @@ class Auditor:
         self._check(checks.check_arithmetic, certificate, current)
         self._check(checks.check_model, certificate, self.folder)
         self._check(checks.check_options, certificate, options)
+        self.add(*checks.check_hooks(certificate))
 
     def check_checkpoints(self, folder: str | None = None) -> None:
         """Check the checkpoints in a folder, by default that of the certificate."""
@@ -263,6 +231,10 @@ class Auditor:
         self.check_data(sets, options, self.read_salt(salt))
         self.check_network(material.network(), source)
 
+    def check_weights(self, path: str) -> None:
+        """Compare the file of weights that the run began with."""
+        self._check(checks.check_weights, self.certificate, path)
+
     def check_network(self, net: Network, source: str) -> None:
         """Compare a new network with that of the run, and its weights with the first state."""
         self._check(checks.check_network, self.certificate, net)
@@ -278,11 +250,11 @@ class Auditor:
             self.add(Finding("iterations", NONE, f"not replayed, because {reason}"))
             return
         end = self.certificate.end["iteration"]
-        segments = self._segments(selection, end)
+        selected = self._segments(selection, material)
         replay = Replay(self.world, self.certificate, material, signals)
-        for group in _adjacent(segments):
+        for group in segments.adjacent(selected):
             self._replay_group(replay, group)
-        if replay.net is not None and segments[-1][1] == end:
+        if replay.net is not None and selected[-1][1] == end:
             last = self.findings[-1]
             if last.verdict == EQUAL:
                 self._test(replay.net, material, signals, test)
@@ -297,62 +269,91 @@ class Auditor:
             return "the data differ"
         return None
 
-    def _segments(self, selection, end):
-        """Return the segments to replay, which begin and end at states."""
-        states = [link["iteration"] for link in self.certificate.of_kind("state")]
+    def _segments(self, selection, material):
+        """Return the segments to replay, in order."""
         starts = sorted({0, *(point.iteration for point in self.points)})
         if selection.steps is not None:
-            first, last = selection.steps
-            if last > end:
-                raise UserError(f"--steps {first}:{last}: expected at most {end}, the last one")
-            begin = max(min(first, last - 1), 0)  # at least one iteration
-            return [(max(n for n in starts if n <= begin), min(n for n in states if n >= last))]
-        borders = [*(n for n in starts if n < end), end]
-        segments = list(zip(borders, borders[1:], strict=False))
-        if selection.sample is None:
-            return segments
-        seed = selection.seed
-        if seed is None:
-            seed = self.world.broadcast(secrets.randbits(63))
-        order = keyed.permutation(len(segments), seed, "audit")
-        drawn = sorted(order[: selection.sample].tolist())
-        text = f"{len(drawn)} of {len(segments)} segments, drawn by --seed {seed}"
-        self.add(Finding("sample", EQUAL, text))
-        return [segments[i] for i in drawn]
+            return [segments.around(self.certificate, starts, selection.steps)]
+        candidates = segments.all_segments(starts, self.certificate.end["iteration"])
+        if not selection.is_part():
+            return candidates
+        selected = {candidates[-1]}  # so the end follows from the state before it
+        count = len(candidates)
+        if selection.sample is not None:
+            seed = selection.seed
+            if seed is None:
+                seed = self.world.broadcast(secrets.randbits(63))
+            drawn = segments.draw(candidates, selection.sample, seed)
+            text = f"{len(drawn)} of {count} segments, drawn by --seed {seed}"
+            text += "" if selected <= drawn else ", and the last one"
+            self.add(Finding("sample", EQUAL, text))
+            selected |= drawn
+        if selection.largest is not None:
+            before_last = candidates[:-1]
+            largest = on_rank_0(
+                self.world, lambda: self._farthest(before_last, selection.largest, material)
+            )
+            text = f"{len(largest)} of {count} segments, in which the weights moved farthest"
+            self.add(Finding("largest", EQUAL, f"{text}, and the last one"))
+            selected |= largest
+        return sorted(selected)
 
-    def _replay_group(self, replay, segments):
+    def _farthest(self, candidates, count, material):
+        """Return segments with large distances, by the checkpoints. Only rank 0 calls this."""
+        points = {point.iteration: point.path for point in self.points}
+        start = self.certificate.of_kind(START)[-1]
+        options = options_of(self.certificate, start, material.replaced)
+        images, options = held_out(material.train, options)
+        full, rest = divmod(epoch_images(images, options.sampling), options.batch_size)
+        per_epoch = max(full + (rest > 0 and options.partial_minibatch == "return"), 1)
+
+        def learnables_at(iteration):
+            path = points.get(iteration)
+            if path is None:
+                return material.network().parameters if iteration == 0 else None
+            loaded = load_covered(path, self.certificate)
+            return None if loaded is None else loaded[0]["learnables"]
+
+        def rate(iteration):
+            return rate_of(options, (iteration - 1) // per_epoch + 1, iteration, per_epoch)
+
+        return segments.farthest(candidates, count, learnables_at, rate)
+
+    def _replay_group(self, replay, group):
         """Replay adjacent segments at once; after a difference, go on from the next point."""
         points = {point.iteration: point for point in self.points}
-        while segments:
-            first = segments[0][0]
-            point = points.get(first) or (Point(0) if first == 0 else None)
+        while group:
+            first = group[0][0]
+            point = points.get(first)
+            if first == 0 and (point is None or self.verdict_on("initial weights") != DIFFERENT):
+                point = Point(0)
             if point is None:
                 text = "not replayed: there is no state to start from"
-                self.add(Finding(_name(segments[0]), NONE, text))
+                self.add(Finding(_name(group[0]), NONE, text))
                 return
             reported: list[Finding] = []
             times = {first: time.monotonic()}
 
-            def passed(iteration, segments=segments, reported=reported, times=times):
-                segment = next(s for s in segments if s[1] == iteration)
+            def passed(iteration, group=group, reported=reported, times=times):
+                segment = next(s for s in group if s[1] == iteration)
                 times[iteration] = time.monotonic()
                 seconds = times[iteration] - times[segment[0]]
                 finding = Finding(_name(segment), EQUAL, f"{seconds:.1f} s")
                 reported.append(finding)
                 self.report(finding)
 
-            stops = [segment[1] for segment in segments]
+            stops = [segment[1] for segment in group]
             comparison = Comparison(self.certificate, stops, passed)
-            difference = self._run(replay, point, comparison, segments)
+            difference = self._run(replay, point, comparison, group)
             self.findings += self.world.broadcast(reported)
             if difference is None:
                 return
-            failed = next(s for s in segments if s[1] >= min(difference.iteration, stops[-1]))
+            failed = next(s for s in group if s[1] >= min(difference.iteration, stops[-1]))
             self.add(Finding(_name(failed), DIFFERENT, self._explained(difference)))
-            segments = [s for s in segments if s[0] >= failed[1] and s != failed]
+            group = [s for s in group if s[0] >= failed[1] and s != failed]
 
-    def _run(self, replay, point, comparison, segments):
-        name = _name((segments[0][0], segments[-1][1]))
+    def _run(self, replay, point, comparison, group):
+        name = _name((group[0][0], group[-1][1]))
         with self.console.stage(f"replay of {name}"):
             try:
                 difference = replay.run(point, comparison)
@@ -360,9 +361,8 @@ class Auditor:
                 if self.verdict_on("network") != DIFFERENT:
                     raise
                 difference = Difference(point.iteration, str(error))
-        stop = replay.signals.name
-        if stop is not None:
-            raise Stopped(f"{stop}: the audit was stopped")
+        if replay.stopped is not None:
+            raise Stopped(f"{replay.stopped}: the audit was stopped")
         return difference
 
     def _explained(self, difference):
@@ -379,6 +379,8 @@ class Auditor:
         if failures := self._golden_failures:
             return f"the arithmetic of this machine: golden hashes differ ({name_list(failures)})"
         cause = "the certificate: its states do not follow from this data and these options"
+        if self.verdict_on("hooks") == OTHER:
+            cause += ", or the hooks of the run changed it"
         if self.verdict_on("software") == OTHER:
             cause += ", or other sources of mpidl"
         return cause
@@ -421,8 +423,8 @@ class Auditor:
                 test_flips=options.test_flips,
                 signals=signals,
             )
-        if signals.name is not None:
-            raise Stopped(f"{signals.name}: the audit was stopped")
+        if (stop := agreed_signal(signals, self.world)) is not None:
+            raise Stopped(f"{stop}: the audit was stopped")
         values = {name: metrics.number(getattr(scores, name)) for name in ("loss", "accuracy")}
         pairs = [f"{n} is {v}, was {recorded[n]}" for n, v in values.items() if v != recorded[n]]
         text = ", ".join(pairs) or f"{len(test)} images"
@@ -449,17 +451,6 @@ def _name(segment):
     return f"iterations {segment[0]}-{segment[1]}"
 
 
-def _adjacent(segments):
-    """Group segments of which each begins where the one before ends."""
-    groups: list[list[Segment]] = []
-    for segment in segments:
-        if groups and groups[-1][-1][1] == segment[0]:
-            groups[-1].append(segment)
-        else:
-            groups.append([segment])
-    return groups
-
-
 def audit(
     run: str | os.PathLike[str],
     datastore: Datastore | Arrays | None = None,
@@ -472,6 +463,7 @@ def audit(
     steps: str | Sequence[int] | None = None,
     sample: int | None = None,
     seed: int | None = None,
+    largest: int | None = None,
     salt: str | os.PathLike[str] | None = None,
     signers: str | os.PathLike[str] | None = None,
     checkpoints: str | os.PathLike[str] | None = None,
@@ -502,10 +494,13 @@ def audit(
     steps : str or (int, int), optional
         The iterations to replay, such as ``"400:450"``. The default is all iterations.
     sample : int, optional
-        Number of segments to draw and replay. A segment is between two states from which a replay
-        can start: checkpoints that the certificate covers, and the initial state.
+        Number of segments to draw and replay, and also the last one. A segment is between two
+        states from which a replay can start: checkpoints that the certificate covers, and the
+        initial state.
     seed : int, optional
         Seed of this drawing. The default is a new seed.
+    largest : int, optional
+        Number of segments to replay in which the weights moved farthest for their learning rates.
     salt : path, optional
         File with the salt of the digests of the images. The default is certificate-salt.txt beside
         the certificate.
@@ -528,7 +523,7 @@ def audit(
     Fault
         If a signal stops the audit.
     """
-    selection = Selection.of_arguments(steps, sample, seed)
+    selection = Selection.of_arguments(steps, sample, seed, largest)
     world = World() if world is None else world
     auditor = Auditor(world, run)
     texts = None if options is None else settings.options_of(options)
@@ -572,7 +567,8 @@ def _material(auditor, datastore, options, net, optimizer, layers):
                 "net: expected the network with the weights that the run began with, of the file "
                 f"with sha256 {start['weights']['sha256']}"
             )
-        network, source = network_of(auditor.certificate, layers), seed_of(auditor.certificate)
+        network = network_of(auditor.certificate, layers)
+        source = f"the seed {seed_of(auditor.certificate)}"
     store = as_datastore(datastore, "images to train on")
     copies = Material(
         store, lambda: copy.deepcopy(network), replaced, lambda: copy.deepcopy(optimizer)
@@ -580,9 +576,10 @@ def _material(auditor, datastore, options, net, optimizer, layers):
     return copies, source
 
 
-def seed_of(certificate: Certificate) -> str:
-    """Return the text "the seed 0" for the seed of a run."""
-    return f"the seed {certificate.of_kind(START)[0]['options'].get('seed', '0')}"
+def seed_of(certificate: Certificate) -> int:
+    """Return the seed of a run."""
+    text = certificate.of_kind(START)[0]["options"].get("seed", "0")
+    return int(settings.value_of("seed", text))
 
 
 def network_of(certificate: Certificate, layers: Iterable[type[Layer]] = ()) -> Network:
@@ -590,11 +587,10 @@ def network_of(certificate: Certificate, layers: Iterable[type[Layer]] = ()) -> 
 
     Raises UserError if the layers are invalid, or if a custom class of layers is missing.
     """
-    start = certificate.of_kind(START)[0]
-    network, seed = start["network"], int(settings.options_from(start["options"]).seed)
+    network, seed = certificate.of_kind(START)[0]["network"], seed_of(certificate)
     try:
-        return Network.from_spec(network["layers"], network["input_shape"], layers, seed=seed)
+        with np.errstate(all="ignore"):  # layers of absurd sizes
+            return Network.from_spec(network["layers"], network["input_shape"], layers, seed=seed)
     except (ValueError, TypeError, KeyError, OverflowError, MemoryError, RecursionError) as error:
-        raise UserError(
-            f"{printable(certificate.path)}: its network cannot be built: {reason(error)}"
-        ) from None
+        name = printable(certificate.path)
+        raise UserError(f"{name}: its network cannot be built: {reason(error)}") from None

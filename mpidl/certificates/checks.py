@@ -21,7 +21,7 @@ from mpidl.certificates import (
     sources,
     states,
 )
-from mpidl.certificates.certificate import MANIFEST, MODEL, WEIGHTS, Certificate
+from mpidl.certificates.certificate import FILE, MANIFEST, MODEL, WEIGHTS, Certificate
 from mpidl.certificates.chain import START, STATE
 from mpidl.certificates.replay import Point
 from mpidl.errors import UserError
@@ -213,7 +213,7 @@ def check_options(certificate: Certificate, options: Mapping[str, str] | None) -
         problems += [
             f"{flag(name)} is {text}, was {recorded[name]}"
             for name, text in options.items()
-            if name not in replay.NEUTRAL and recorded.get(name, text) != text
+            if name not in (*replay.NEUTRAL, "certify_every") and recorded.get(name, text) != text
         ]
     if problems:
         return Finding("options", DIFFERENT, name_list(problems))
@@ -371,6 +371,30 @@ def check_network(certificate: Certificate, net: Network) -> Finding:
         return Finding("network", DIFFERENT, text)
     learnables = sum(array.size for array in net.parameters.values())
     return Finding("network", EQUAL, f"{len(layers)} layers, {learnables:,} learnables")
+
+
+def check_weights(certificate: Certificate, path: str) -> Finding:
+    """Compare the file of weights that the run began with, and the certificate beside it."""
+    recorded, digest = certificate.of_kind(START)[0]["weights"], sha256_of_file(path)
+    name = printable(path)
+    if digest != recorded["sha256"]:
+        text = f"{name}: sha256 is {digest}, was {recorded['sha256']}"
+        return Finding("initial weights", DIFFERENT, text)
+    expected, text = recorded["certificate"], f"{name}, sha256 {short(digest)}"
+    if expected is None:
+        return Finding("initial weights", EQUAL, f"{text}; the file had no certificate")
+    other = os.path.join(os.path.dirname(path), FILE)
+    text += f", whose certificate has sha256 {short(expected)}"
+    if os.path.lexists(other) and sha256_of_file(other) == expected:
+        text += f": {printable(other)}"
+    return Finding("initial weights", EQUAL, text)
+
+
+def check_hooks(certificate: Certificate) -> list[Finding]:
+    """Name the hooks of the run that are not part of mpidl, and might change the training."""
+    starts = certificate.of_kind(START)
+    names = list(dict.fromkeys(name for start in starts for name in start["hooks"]))
+    return [Finding("hooks", OTHER, f"the run had {name_list(names)}")] if names else []
 
 
 def check_initial_weights(certificate: Certificate, net: Network, source: str) -> Finding:

@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidl.certificates import audit, settings
-from mpidl.certificates.audit import Auditor, Selection, Stopped
+from mpidl.certificates.audit import Auditor, Stopped
 from mpidl.certificates.certificate import Certificate
 from mpidl.certificates.chain import START
 from mpidl.certificates.checks import DIFFERENT, EQUAL, Finding
 from mpidl.certificates.replay import NEUTRAL, Material
+from mpidl.certificates.segments import SEED, Selection
 from mpidl.cli import arguments, start, train_run, user_files
 from mpidl.cli.parser import RUN, Parser
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0
 from mpidl.nn import zoo
-from mpidl.options.declaration import Rule, check_value, flag, rule_of
+from mpidl.options.declaration import check_value, flag, rule_of
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
 from mpidl.report import Console
@@ -33,12 +34,11 @@ exit codes: 0 nothing differs from the certificate; 1 something differs, or an e
 options, or a file that is not a certificate; 75 stopped by a signal (USR1, TERM, INT)
 """
 COMMON = """
-steps sample seed data validation_data test_data weights network layers signers
+steps sample seed largest data validation_data test_data weights layers signers
 """.split()
 # Inputs and options of a run that the auditor chooses.
 SETS = ("data", "validation_data", "test_data")
 SPEED = ("device", "gpus", "graphs", "threads", "workers", "prefetch", "cache_mb", "timeout")
-SEED = Rule(int, "between 0 and 2**63 - 1", 0, 2**63 - 1)
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
@@ -60,11 +60,17 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.text("--steps", "A:B", "Replay these iterations; default: all iterations")
     parser.number(
         "--sample",
-        "Replay K segments, drawn at random. A segment is between two states from which a replay "
-        "can start (train --checkpoint-keep)",
+        "Replay K segments, drawn at random, and the last one. A segment is between two states "
+        "from which a replay can start (train --checkpoint-keep)",
         metavar="K",
     )
     parser.text("--seed", "N", "Seed of --sample; default: a new seed, which is printed", type=SEED)
+    parser.number(
+        "--largest",
+        "Replay the K segments in which the weights moved farthest for their learning rates, and "
+        "the last one",
+        metavar="K",
+    )
     parser.add_options(
         *SETS,
         "weights",
@@ -87,7 +93,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.text("--checkpoints", "DIR", "Folder with checkpoints of the run; default: RUN")
     parser.add_options(*arguments.STORAGE, *SPEED)
     values = vars(parser.parse(argv))
-    numbers = {name: values.pop(name) for name in ("steps", "sample", "seed")}
+    numbers = {name: values.pop(name) for name in ("steps", "sample", "seed", "largest")}
     selection = Selection.of_arguments(**numbers)
     typed = {name: values.pop(name) for name in tuple(values) if name in OPTIONS | INPUTS}
     return argparse.Namespace(**values, selection=selection, typed=typed)
@@ -186,11 +192,14 @@ class Command:
     def _material(self, training, layers):
         """Return the material of the audit, and what gave the initial weights."""
         certificate, typed = self.auditor.certificate, self.parsed.typed
+        if training.source is not None:
+            self.auditor.check_weights(training.source.file["path"])
         if training.source is not None or ".py:" in (typed.get("network") or ""):
             training.build_network()
             network, source = training.net, str(typed.get("weights") or typed.get("network"))
         else:
-            network, source = audit.network_of(certificate, layers), audit.seed_of(certificate)
+            network = audit.network_of(certificate, layers)
+            source = f"the seed {audit.seed_of(certificate)}"
         names = {name: training.options for name in SPEED}
         replaced = {name: getattr(options, name) for name, options in names.items()}
         replaced["validation"] = training.options.validation
@@ -213,7 +222,7 @@ def typed_of(certificate: Certificate, typed: dict[str, Any]) -> dict[str, Any]:
     first = certificate.of_kind(START)[0]
     texts, inputs = certificate.of_kind(START)[-1]["options"], first["inputs"]
     values = {
-        name: check_value(rule_of(OPTIONS[name]), text, flag(name), text=True)
+        name: settings.value_of(name, text)
         for name, text in texts.items()
         if name in OPTIONS and name not in NEUTRAL and not text.startswith(settings.FUNCTION)
     }

@@ -17,6 +17,7 @@ import numpy as np
 from mpidl.certificates import certificate, chain, images, settings, signing, sources, states
 from mpidl.errors import UserError
 from mpidl.files import json_object, on_rank_0, open_for_reading, sha256_of_file
+from mpidl.ranks import failure
 from mpidl.report import metrics
 from mpidl.report.status import FINISHED
 from mpidl.training.files import model_file
@@ -61,7 +62,7 @@ class Recorder:
         self.ends_with_training = True
         self.salt: bytes | None = None
         self.digests: dict[str, np.ndarray] = {}  # {name of a set: digests of its images}
-        self.copies: list[Record] = []  # of all records, if the run may lose ranks
+        self.copies: dict[tuple, Record] = {}  # {place: record}, if the run may lose ranks
         self._trainer: Trainer
         self._start: Record = {}
         self._last: tuple[int, int] | None = None  # iteration and rollbacks of the last state
@@ -108,21 +109,24 @@ class Recorder:
 
     def finish(self, trainer: Trainer) -> None:
         """Record the last state, unless the run was stopped and will continue from it."""
-        if trainer.position.batch and not trainer.signals.agreed:
+        stop = failure.agreed_signal(trainer.signals, trainer.world)
+        if trainer.position.batch and stop in COMPLETE:
             self._record_state()
 
     def lost(self, trainer: Trainer) -> None:
         """After a loss of ranks, add the records that the lost rank 0 had not written."""
         position = trainer.position
         cut = metrics.Cut(position.iteration, trainer.validation.last_iteration)
-        copies, self.copies = [record for record in self.copies if cut.keeps(record)], []
+        copies, self.copies = self.copies, {}
         written = on_rank_0(trainer.world, lambda: list(map(_place, _records(trainer))))
-        for record in copies:
-            if _place(record) in written:
-                self.copies.append(record)
-            else:
+        for place, record in copies.items():
+            if cut.keeps(record) and place in written:
+                self.copies[place] = record
+            elif cut.keeps(record):
                 self._add(record)
-        self._last = _last_state(self.copies)
+        last_state = _last_state(self.copies.values())
+        if last_state or (self._last and self._last[0] > position.iteration):
+            self._last = last_state
         self._record_start(position.iteration)
 
     def end(self, trainer: Trainer) -> None:
@@ -158,10 +162,10 @@ class Recorder:
         described: dict[str, Any] = {"validation": None}
         for name, (store, bad_images) in images_of(trainer).items():
             digests = self._digests(trainer, name, store, bad_images)
-            described[name] = on_rank_0(trainer.world, lambda: images.describe(store, digests))  # noqa: B023
             if trainer.world.rank == 0 or trainer.world.outlives_ranks:
+                described[name] = images.describe(store, digests)
                 self.digests[name] = digests
-        return described
+        return trainer.world.broadcast(described)
 
     def _digests(self, trainer: Run, name: str, store: Datastore, bad_images: BadImages | None):
         count, hashed = len(store), 0
@@ -211,8 +215,9 @@ class Recorder:
         """Write a record on rank 0. Collective."""
         trainer = self._trainer
         if trainer.world.outlives_ranks:
-            record = trainer.world.broadcast(record)
-            self.copies.append(record)
+            record, place = trainer.world.broadcast(record), _place(record)
+            self.copies.pop(place, None)  # a record from before a rollback
+            self.copies[place] = record
         trainer.writer.add(metrics.Metrics.record_certificate, record)
 
     def _write(self, test: Evaluation | None) -> None:

@@ -20,7 +20,7 @@ from mpidl import numerics
 from mpidl.certificates import settings, states
 from mpidl.certificates.certificate import Certificate
 from mpidl.certificates.chain import START, STATE, VALIDATION, Link
-from mpidl.errors import NotFinite, UserError
+from mpidl.errors import Fault, NotFinite, UserError
 from mpidl.evaluation.validation import BEST, held_out
 from mpidl.files import on_rank_0
 from mpidl.ranks.failure import Signals
@@ -31,7 +31,7 @@ from mpidl.training.files import checkpoint, model_file, run_state
 from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.files.resume_changes import resumable
 from mpidl.training.optimizers.checks import optimizer_spec
-from mpidl.training.progress import OUTPUT_FUNCTION, EpochSummary, Position
+from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, EpochSummary, Position
 from mpidl.training.session import Session
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def load_covered(path: str, certificate: Certificate) -> tuple[Arrays, dict[str,
     try:
         arrays, attributes = model_file.read(path)
         facts = checkpoint.facts_of(attributes)
-        position = Position(**facts["position"])
+        position = _position_of(facts["position"])
         progress = states.progress_digest(position)
     except (model_file.Torn, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{name}: expected a checkpoint: {error}") from None
@@ -140,6 +140,16 @@ def load_covered(path: str, certificate: Certificate) -> tuple[Arrays, dict[str,
             f"{name}: {', '.join(differing)} differ from the state of iteration {link['iteration']}"
         )
     return arrays, facts
+
+
+def _position_of(values):
+    """Return the position in the facts of a checkpoint; raise an error if it is damaged."""
+    position = Position(**values)
+    for name, value in asdict(position).items():
+        is_missing = value is None and name in ("correct", "epoch_loss")
+        if type(value) not in (int, float) and not is_missing:
+            raise ValueError(f"the {name} of its position is not a number")
+    return position
 
 
 def _differing(expected, computed):
@@ -191,6 +201,17 @@ def _effective(start):
     return {name: text for name, text in start["options"].items() if name not in ignored}
 
 
+class Unreachable(Fault):
+    """Raised if a training with these options cannot have a state of the certificate."""
+
+
+def _intervals(start):
+    """Return the numbers of iterations between the states that a job records."""
+    names = ("certify_every", "checkpoint_keep")
+    options = start["options"]
+    return [settings.value_of(name, options[name]) for name in names if name in options]
+
+
 class Comparison:
     """The hook that compares a replay with a certificate, on rank 0, and ends the replay.
 
@@ -221,7 +242,8 @@ class Comparison:
     ) -> None:
         self.states = {link["iteration"]: link for link in certificate.of_kind(STATE)}
         self.validations = {link["iteration"]: link for link in certificate.of_kind(VALIDATION)}
-        self.starts, self.end_link = certificate.of_kind(START), certificate.end
+        self.end_link = certificate.end
+        self.intervals = [(s["iteration"], _intervals(s)) for s in certificate.of_kind(START)]
         self.stops, self.passed = list(stops), passed
         self.part_end, self.is_last_part = self.stops[-1], True
         self.difference: Difference | None = None
@@ -242,6 +264,10 @@ class Comparison:
         return self.is_last_part and self.end_link["iteration"] == self.stops[-1]
 
     def start(self, trainer: Trainer) -> None:
+        position, count = trainer.position, len(trainer.queue)
+        if position.batch > count:
+            text = f"mini-batch {position.batch} of epoch {position.epoch}, which has {count}"
+            raise Unreachable(f"the state is after {text}")
         trainer.writer.listeners.append(lambda record: self._validated(trainer, record))
         if trainer.position.iteration == 0:
             self._reach(trainer)
@@ -259,8 +285,9 @@ class Comparison:
         self._reach(trainer)
 
     def end(self, trainer: Trainer) -> None:
-        if self.is_to_the_end and self.difference is None and trainer.stopped != REACHED:
-            if trainer.world.rank == 0:
+        is_complete = trainer.stopped in (None, PATIENCE, OUTPUT_FUNCTION)
+        if is_complete and self.is_to_the_end and trainer.world.rank == 0:
+            if self.difference is None:
                 self._compare_end(trainer)
 
     def _reach(self, trainer):
@@ -271,8 +298,8 @@ class Comparison:
         if iteration in self.validations and iteration < self.end_link["iteration"]:
             self._validate_like_the_run(trainer)
         is_compared = False
-        if trainer.world.rank == 0 or iteration >= self.part_end:
-            trainer.wait()
+        if iteration in self.states or iteration >= self.part_end:
+            trainer.wait()  # other iterations do not wait for a GPU
         if trainer.world.rank == 0:
             is_compared = self._compare(trainer, iteration, rollbacks)
             if is_compared and self.difference is None and iteration in self.stops:
@@ -300,27 +327,26 @@ class Comparison:
     def _stop(self, trainer):
         trainer.signals.name = trainer.signals.name or REACHED
 
-    def _differ(self, iteration, text):
+    def differ(self, iteration: int, text: str) -> None:
+        """Record the first difference."""
         self.difference = self.difference or Difference(iteration, text)
 
     def _compare(self, trainer, iteration, rollbacks):
         """Compare a state, and return whether this is done. A rollback may have yet to come."""
         link = self.states.get(iteration)
         if iteration > self.end_link["iteration"]:
-            self._differ(iteration, "the options train on, but the run has ended")
+            self.differ(iteration, "the options train on, but the run has ended")
         elif self._missing is not None and rollbacks < self._missing[1]:
             self._await_rollback(trainer, iteration, *self._missing)
         elif link is None:
             if trainer.position.batch == 0 or self._is_due(iteration):
-                self._differ(iteration, "the certificate has no state of this iteration")
+                self.differ(iteration, "the certificate has no state of this iteration")
         elif rollbacks < link["rollbacks"]:
             self._missing = iteration, link["rollbacks"]
             self._await_rollback(trainer, iteration, *self._missing)
         elif rollbacks > link["rollbacks"]:
             count = link["rollbacks"]
-            self._differ(
-                iteration, f"the replay has rolled back {rollbacks} times, the run {count}"
-            )
+            self.differ(iteration, f"the replay has rolled back {rollbacks} times, the run {count}")
         else:
             self._missing = None
             self._compare_state(trainer, link)
@@ -329,18 +355,15 @@ class Comparison:
 
     def _is_due(self, iteration):
         """Return whether the run had to record a state, by the options of the job at that time."""
-        before = [start for start in self.starts if start["iteration"] < iteration]
-        options = (before or self.starts)[-1]["options"]
-        names = ("certify_every", "checkpoint_keep")
-        intervals = (settings.value_of(name, options.get(name, "0")) for name in names)
-        return any(interval and iteration % interval == 0 for interval in intervals)
+        *_, current = [n for first, n in self.intervals if first < iteration or not first]
+        return any(interval and iteration % interval == 0 for interval in current)
 
     def _await_rollback(self, trainer, iteration, state, rollbacks):
         """Differ if the run rolled back to a state that the replay no longer keeps."""
         interval, options = trainer.options.checkpoint_every, trainer.options
         is_kept = trainer.position.batch == 0 or bool(interval and iteration % interval == 0)
         if options.on_nan != "rollback" or self._is_past:
-            self._differ(state, f"the run has rolled back {rollbacks} times, the replay has not")
+            self.differ(state, f"the run has rolled back {rollbacks} times, the replay has not")
         self._is_past = is_kept
 
     _is_past = False
@@ -349,14 +372,14 @@ class Comparison:
         iteration, losses = link["iteration"], link["losses"]
         for i, loss in enumerate(losses, iteration - len(losses) + 1):
             if self.losses.get(i, loss) != loss:
-                self._differ(i, f"the loss is {self.losses[i]}, was {loss}")
+                self.differ(i, f"the loss is {self.losses[i]}, was {loss}")
         self._compare_validations(iteration)
         state = states.state_of(trainer)
         differing = _differing(link["tables"], state["tables"])
         names = ("epoch", "progress")
         differing += [name for name in names if state[name] != link[name]]
         if differing:
-            self._differ(iteration, f"{', '.join(differing)} differ")
+            self.differ(iteration, f"{', '.join(differing)} differ")
 
     def _compare_validations(self, last, is_end=False):
         """Compare the validations up to an iteration.
@@ -371,12 +394,12 @@ class Comparison:
                 continue
             if expected is None or computed is None:
                 whose = "the certificate" if expected is None else "the replay"
-                self._differ(i, f"{whose} has no validation of this iteration")
+                self.differ(i, f"{whose} has no validation of this iteration")
                 continue
             for name, value in computed.items():
                 if value != expected[name]:
                     text = "" if name == "best" else f" is {value}, was {expected[name]}"
-                    self._differ(i, f"validation: {name}{text or ' differs'}")
+                    self.differ(i, f"validation: {name}{text or ' differs'}")
         self.compared = last - 1
 
     def _validated(self, trainer, record):
@@ -391,7 +414,7 @@ class Comparison:
         link, iteration = self.end_link, trainer.position.iteration
         last = link["iteration"]
         if iteration != last:
-            self._differ(iteration, f"the replay ends here, the run after iteration {last}")
+            self.differ(iteration, f"the replay ends here, the run after iteration {last}")
             return
         self._compare_validations(last, is_end=True)
         loss, accuracy = trainer.validation.of_the_result()
@@ -406,7 +429,7 @@ class Comparison:
         }
         for name, value in computed.items():
             if value != link[name]:
-                self._differ(last, f"{name.replace('_', ' ')}: {value}, was {link[name]}")
+                self.differ(last, f"{name.replace('_', ' ')}: {value}, was {link[name]}")
 
 
 def _snapshot(trainer):
@@ -434,7 +457,8 @@ class Replay:
     ) -> None:
         self.world, self.certificate, self.material = world, certificate, material
         self.signals = signals
-        self.net: Network | None = None  # the network of a replay to the end
+        self.net: Network | None = None  # the network of the last replay
+        self.stopped: str | None = None  # the signal that has stopped a replay
 
     def run(self, point: Point, comparison: Comparison) -> Difference | None:
         """Replay from a point to the last of the comparison's stops; return a difference, if any.
@@ -451,10 +475,11 @@ class Replay:
             comparison.begin(part_end, is_last=i == len(parts))
             try:
                 self._train(start, resume, comparison)
-            except NotFinite as error:
-                comparison._differ(point.iteration, error.description)
+            except (NotFinite, Unreachable) as error:
+                text = getattr(error, "description", str(error))  # without advice
+                comparison.differ(point.iteration, text)
                 break
-            if comparison.handover is None or self.signals.name is not None:
+            if comparison.handover is None or self.stopped is not None:
                 break
             resume = comparison.handover
         return self.world.broadcast(comparison.difference)
@@ -486,8 +511,12 @@ class Replay:
             with session.active((), self.signals):
                 result = session.train(net, images, options, [comparison], optimizer=optimizer)
         self.net = net
-        if result.stopped == REACHED and self.signals.name in (REACHED, None):
-            self.signals.name, self.signals.agreed = None, False
+        if result.stopped == REACHED:
+            self.signals.agreed = False
+            if self.signals.name == REACHED:  # another rank may have received a signal
+                self.signals.name = None
+        elif result.stopped not in (None, PATIENCE, OUTPUT_FUNCTION):
+            self.stopped = result.stopped
 
 
 def _with_facts(resume, options, net, images, world, optimizer):
@@ -537,9 +566,7 @@ def _rollback_facts(facts):
     """Return the facts of the state to which a run rolls back, if the checkpoint has one."""
     try:
         saved = facts["rollback"]
-        position = asdict(Position(**saved["position"]))
-        if all(value is None or type(value) in (int, float) for value in position.values()):
-            return {"rollback": {"position": position, "validation": saved["validation"]}}
-    except (KeyError, TypeError):
-        pass
-    return {}
+        position = asdict(_position_of(saved["position"]))
+        return {"rollback": {"position": position, "validation": saved["validation"]}}
+    except (KeyError, TypeError, ValueError):
+        return {}

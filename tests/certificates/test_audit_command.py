@@ -1,5 +1,6 @@
 """Test that an audit finds and names each kind of tampering, and that it accepts an honest run."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -400,6 +401,82 @@ def test_changed_files_are_named(files, kind):
     assert any(v == "DIFFERENT" and text in line for v, line in result.rows(subject)), result.lines
 
 
+# Hostile certificates and checkpoints.
+
+
+def change_facts(folder, *keys, value):
+    """Change a fact of a checkpoint whose arrays are those of the certificate."""
+    path = folder / "run" / "checkpoints" / "00000008.h5"
+    arrays, attributes = model_file.read(path)
+    facts = json.loads(attributes["facts"])
+    place = facts
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    attributes["facts"] = json.dumps(facts)
+    for key in ("format", "format_version"):
+        del attributes[key]
+    path.unlink()  # other checkpoints may be links to the same file
+    path.write_bytes(model_file.pack(arrays, attributes))
+
+
+@pytest.mark.parametrize("value", [[1], {}, "8", True, None])
+def test_a_checkpoint_with_a_hostile_position(files, value):
+    change_facts(files, "position", "iteration", value=value)
+    result = audit_files(files, "--steps", "9:10")
+    assert result.code == 1 and result.differing == ["checkpoints"], result.lines
+    assert "expected a checkpoint: " in result.rows("checkpoints")[0][1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("validation",), None),
+        (("validation", "waited"), 10**9),
+        (("optimizer",), ["Other", []]),
+        (("fingerprint",), 5),
+        (("run",), {"network": "evil.py:run"}),
+        (("numerics",), 99),
+    ],
+)
+def test_facts_of_a_checkpoint_that_an_audit_does_not_use(files, keys, value):
+    """Only arrays and a position that the certificate covers, and the options, are used."""
+    change_facts(files, *keys, value=value)
+    assert audit_files(files, "--steps", "9:10").code == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "text"),
+    [
+        (("options", "learning_rate"), "-1", "--learning-rate must be positive, found -1"),
+        (("options", "loss"), "function f", "--loss: expected the function f, which Python"),
+        (("options", "checkpoint_keep"), "auto", "--checkpoint-keep must be a whole number"),
+        (("options",), {"x": "1"}, "unknown option x"),
+        (("inputs",), {"x": "1"}, "unknown input x"),
+        (("network", "layers"), [{"type": "Evil"}], "unknown layer type 'Evil'"),
+        (("network", "layers"), [{"type": "Dense", "outputs": 10**12}], "cannot be built"),
+        (("network", "layers"), [{"type": "Dense", "outputs": []}], "cannot be built"),
+        (("network", "input_shape"), [1, 2**32 - 1, 2**32 - 1], "cannot be built"),
+        (("optimizer",), ["SGDM", []], "optimizer of a Python program: use dl.audit"),
+        (("weights",), {"sha256": ZEROS, "certificate": None}, "--weights: expected the file with"),
+    ],
+)
+def test_hostile_entries_of_a_start(files, keys, value, text):
+    """An entry that cannot be used is one line, and code that it names does not run."""
+    remove_checkpoints(files)
+    forge(files, put(value, 0, *keys))
+    with pytest.raises(UserError) as error:
+        audit_files(files, signers=False)
+    assert text in str(error.value)
+
+
+def test_mini_batches_that_an_epoch_does_not_have(files):
+    forge(files, put("64", 0, "options", "batch_size"))
+    result = audit_files(files, "--steps", "9:10", signers=False)
+    assert "the state is after mini-batch 3 of epoch 2, which has 2" in "".join(result.lines)
+    assert "; cause: the options" in "".join(result.lines)
+
+
 # Runs that were not trained as their certificates say.
 
 
@@ -546,9 +623,12 @@ def test_steps_and_samples(honest):
     samples = []
     for seed in (0, 1, 2, 0):
         result = audit_files(honest, "--sample", 2, "--seed", seed)
-        assert result.rows("sample") == [("equal", f"2 of 4 segments, drawn by --seed {seed}")]
-        samples.append([x.split()[1] for x in result.lines if x.startswith("iterations")])
-        assert len(samples[-1]) == 2 and result.code == 0
+        (sample,) = result.rows("sample")
+        segments = [x.split()[1] for x in result.lines if x.startswith("iterations")]
+        is_added = sample[1].endswith(", and the last one")
+        assert sample[1].startswith(f"2 of 4 segments, drawn by --seed {seed}")
+        assert len(segments) == 2 + is_added and segments[-1] == "12-15" and result.code == 0
+        samples.append(segments)
     assert samples[0] == samples[-1] and len(set(map(tuple, samples))) > 1
     first, second = (audit_files(honest, "--sample", 1).rows("sample")[0][1] for _ in range(2))
     assert first != second  # the default is a new seed
@@ -594,6 +674,8 @@ def test_private_digests_need_the_salt(honest, tmp_path):
         (("--steps", "x"), "--steps must be A:B with A <= B, such as 400:450, found x"),
         (("--steps", "0:16"), "--steps 0:16: expected at most 15"),
         (("--sample", "2", "--steps", "1:2"), "--steps and --sample: expected at most one"),
+        (("--largest", "2", "--steps", "1:2"), "--steps and --largest: expected at most one"),
+        (("--largest", "0"), "--largest must be at least 1, found 0"),
         (("--seed", "2"), "--seed 2: expected --sample with it"),
         (("--weights", "a.h5"), "--weights a.h5: the run did not start from weights"),
         (("--checkpoints", "none"), "--checkpoints none: no such folder"),

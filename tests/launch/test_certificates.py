@@ -7,12 +7,14 @@ import signal
 import h5py
 import jobs
 import launcher
+import networks
 import pool
 import pytest
 import tomli_w
 from launcher import finish
 from limits import wait_until
 
+import mpidl as dl
 from mpidl.certificates import certificate, signing, states
 from mpidl.training.files import checkpoint, model_file
 
@@ -116,6 +118,24 @@ def test_the_end_of_a_command(pictures, tmp_path):
 
 def first_epoch_of(document):
     return document.of_kind("state")[-1]["iteration"]
+
+
+def test_a_program_has_the_chain_of_the_command(pictures, tmp_path):
+    """dl.train records the images and the states of the command; its certificate has no test."""
+    command, program = tmp_path / "command", tmp_path / "program"
+    jobs.train(2, pictures, command, "--epochs", 1, "--certify", "public", "--certify-every", 3)
+    images = dl.data.open_data(str(pictures))[0].split(0.9, seed=0)[0]
+    net = dl.Network(networks.small(images.image_shape, 3), images.image_shape, seed=0)
+    options = {"epochs": 1, "batch_size": 50, "certify": "public", "certify_every": 3}
+    options |= {"plots": "none"}
+    dl.train(net, images, dl.TrainingOptions(**options, verbose="off"), out=str(program))
+    assert jobs.states(program) == jobs.states(command)
+    first, second = (certificate.read(folder) for folder in (command, program))
+    (first_start,), (second_start,) = (document.of_kind("start") for document in (first, second))
+    for name in ("software", "arithmetic", "network", "optimizer", "data"):
+        assert second_start[name] == first_start[name], name
+    assert second.subjects == {"weights": jobs.weights_hash(command)}
+    assert second.end["test"] is None and second_start["inputs"] == {}
 
 
 def test_weights_of_a_certified_run(pictures, tmp_path):

@@ -142,14 +142,14 @@ import os, signal, sys
 from mpidl.cli import train, train_results
 from mpidl.ranks import failure
 
-evaluate = train_results.evaluate.evaluate
+test_network = train_results.test_network
 
-def lose_a_rank(*arguments, **options):
+def lose_a_rank(*arguments):
     if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-    return evaluate(*arguments, **options)
+    return test_network(*arguments)
 
-train_results.evaluate.evaluate = lose_a_rank
+train_results.test_network = lose_a_rank
 failure.run(lambda: train.main(sys.argv[1:]))
 """
 
@@ -157,10 +157,11 @@ failure.run(lambda: train.main(sys.argv[1:]))
 def test_a_rank_that_ends_in_the_test(pictures, tmp_path, expected):
     program, out = tmp_path / "program.py", tmp_path / "run"
     program.write_text(TEST_THAT_LOSES_A_RANK)
-    words = words_of(out, pictures, *SHRINK)[2:]
+    words = words_of(out, pictures, *SHRINK, "--certify")[2:]
     result = launcher.finish(launcher.start(RANKS, program, *words, options=ULFM))
     assert result.returncode == 0, result.stdout + result.stderr
     assert jobs.weights_hash(out) == expected and jobs.summary(out)["lost_ranks"] == 1
+    assert list(jobs.states(out))[-1] == ITERATIONS
     assert lines_about("was lost: 3 ranks continue with the test, which starts again", result)
     assert len(lines_about("Test accuracy: ", result)) == 1
 

@@ -1,15 +1,19 @@
 """Train small certified runs in this process, and audit them."""
 
 import contextlib
+import functools
 import io
 import json
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 
 from mpidl.certificates import command
 from mpidl.cli import train
+from mpidl.cli import train_run as train_module
+from mpidl.ranks.world import World
 
 NETWORK = f"{Path(__file__).parents[1] / 'launch' / 'networks.py'}:small"
 # 66 images to train on form 5 mini-batches per epoch, and 6 images are for validation.
@@ -42,13 +46,23 @@ def write_data(path, **changes):
     return path
 
 
+@functools.cache
+def one_world():
+    """Return the world of all commands in this process, which has a limit of communicators."""
+    return World(threads=None)
+
+
 def train_run(data, out, *options, certify="public"):
     """Train in this process, and return the folder of the run."""
     words = ["--network", NETWORK, "--data", data, "--out", out, "--certify", certify, *OPTIONS]
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), _one_world(train_module):
         code = train.main([str(word) for word in [*words, *options]])
     assert code == 0
     return Path(out)
+
+
+def _one_world(module):
+    return mock.patch.object(module, "World", lambda **options: one_world())
 
 
 class Result(NamedTuple):
@@ -74,7 +88,8 @@ def audit(run, data, *words):
     """Run the command `audit` in this process, and return its Result."""
     words = [run, *(() if data is None else ("--data", data)), "--device", "cpu", *words]
     output, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+    silence = contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors)
+    with silence[0], silence[1], _one_world(command):
         code = command.main([str(word) for word in words])
     return Result(code, output.getvalue().splitlines())
 

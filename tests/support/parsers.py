@@ -20,6 +20,7 @@ from image_sets import grow, pixels_of, save, write_idx
 
 import mpidl as dl
 from mpidl.certificates import certificate
+from mpidl.certificates import images as image_digests
 from mpidl.data import ArrayDatastore, ImageFolder, open_data, open_test_data, read_idx
 from mpidl.data.checks import read_images, read_targets
 from mpidl.data.datastore import Datastore
@@ -388,6 +389,13 @@ def certificate_file(folder):
     return path, lambda: attempt(certificate.read, str(path)) is not None
 
 
+def manifest(folder):
+    path, counts = folder / certificate.MANIFEST, {"train": 3, "validation": 0, "test": 2}
+    digests = {name: np.full((n, 32), 7, np.uint8) for name, n in counts.items()}
+    image_digests.write_manifest(path, digests)
+    return path, lambda: attempt(image_digests.read_manifest, path, counts) is not None
+
+
 IMAGES = {
     **{f"idx {name}": idx(name) for name in ("x", "x.gz")},
     **{f"idx folder, {kind}": idx_folder(kind) for kind in ("images-idx3", "labels-idx1")},
@@ -421,6 +429,7 @@ TEXTS = {
     "sweep, grid": toml(GRID, sweep_file.read),
     "sweep, folds": toml("folds = 3\n" + GRID, sweep_file.read),
     "certificate": Parser(certificate_file),
+    "manifest": Parser(manifest, is_slow=False),
 }
 PARSERS = IMAGES | NETWORKS | TEXTS
 
