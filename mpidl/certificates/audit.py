@@ -16,7 +16,7 @@ from mpidl.certificates import certificate as certificates
 from mpidl.certificates import checks, images, recording, segments, settings, sources
 from mpidl.certificates.certificate import Certificate
 from mpidl.certificates.chain import START
-from mpidl.certificates.checks import DIFFERENT, EQUAL, NONE, OTHER, Finding
+from mpidl.certificates.checks import DIFFERENT, EQUAL, OTHER, UNCHECKED, Finding
 from mpidl.certificates.replay import (
     NEUTRAL,
     Comparison,
@@ -68,9 +68,18 @@ class Audit(NamedTuple):
     ----------
     findings : tuple of Finding
         The results of all checks, each with `subject`, `verdict` and `text`.
+    iterations : int
+        Iterations of the run.
+    replayed : int
+        Iterations of the replays that agree with the certificate.
+    head : str
+        Digest of the last link, which identifies the certificate.
     """
 
     findings: tuple[Finding, ...]
+    iterations: int
+    replayed: int
+    head: str
 
     @property
     def is_equal(self) -> bool:
@@ -83,9 +92,16 @@ class Audit(NamedTuple):
         subjects = [f.subject for f in self.findings if f.verdict == DIFFERENT]
         return list(dict.fromkeys(subjects))
 
+    @property
+    def conclusion(self) -> str:
+        """Whether anything differs, in one line."""
+        if self.differing:
+            return f"{DIFFERENT}: {name_list(self.differing)}"
+        count = f"{self.replayed} of {self.iterations} iterations"
+        return f"{EQUAL}: nothing differs, {count} were replayed"
+
     def __str__(self) -> str:
-        result = f"{DIFFERENT}: {name_list(self.differing)}" if self.differing else EQUAL
-        return "\n".join([*map(str, self.findings), result])
+        return "\n".join([*map(str, self.findings), f"head: {self.head}", self.conclusion])
 
 
 class Auditor:
@@ -116,6 +132,7 @@ class Auditor:
         self.folder = os.path.dirname(path) or "."
         self.certificate = on_rank_0(world, lambda: certificates.read(path))
         self.findings: list[Finding] = []
+        self.replayed = 0  # iterations that agree
         self.points: list[Point] = []
 
     def add(self, *findings: Finding) -> None:
@@ -132,12 +149,13 @@ class Auditor:
     def verdict_on(self, subject: str) -> str:
         """Return the verdict on a subject, `DIFFERENT` if any finding about it is."""
         verdicts = [f.verdict for f in self.findings if f.subject == subject]
-        return DIFFERENT if DIFFERENT in verdicts else (verdicts or [NONE])[0]
+        return DIFFERENT if DIFFERENT in verdicts else (verdicts or [UNCHECKED])[0]
 
     @property
     def result(self) -> Audit:
         """The findings so far."""
-        return Audit(tuple(self.findings))
+        iterations = self.certificate.end["iteration"]
+        return Audit(tuple(self.findings), iterations, self.replayed, self.certificate.head)
 
     def check_files(
         self, signers: str | None = None, options: Mapping[str, str] | None = None
@@ -201,7 +219,7 @@ class Auditor:
         for name, described in recorded.items():
             store = sets.get(name)
             if store is None:
-                verdict = NONE if name == "test" else DIFFERENT
+                verdict = UNCHECKED if name == "test" else DIFFERENT
                 self.add(Finding("data", verdict, f"{name}: there are no such images"))
                 continue
             with self.console.stage(f"digests of the {name} images", len(store)) as advance:
@@ -247,7 +265,7 @@ class Auditor:
         """Replay the selected segments, and then the test if a replay has reached the end."""
         reason = self._reason_to_skip()
         if reason is not None:
-            self.add(Finding("iterations", NONE, f"not replayed, because {reason}"))
+            self.add(Finding("iterations", UNCHECKED, f"not replayed, because {reason}"))
             return
         end = self.certificate.end["iteration"]
         selected = self._segments(selection, material)
@@ -329,7 +347,7 @@ class Auditor:
                 point = Point(0)
             if point is None:
                 text = "not replayed: there is no state to start from"
-                self.add(Finding(_name(group[0]), NONE, text))
+                self.add(Finding(_name(group[0]), UNCHECKED, text))
                 return
             reported: list[Finding] = []
             times = {first: time.monotonic()}
@@ -345,7 +363,9 @@ class Auditor:
             stops = [segment[1] for segment in group]
             comparison = Comparison(self.certificate, stops, passed)
             difference = self._run(replay, point, comparison, group)
-            self.findings += self.world.broadcast(reported)
+            agreed = self.world.broadcast(reported)
+            self.findings += agreed
+            self.replayed += sum(last - first for first, last in group[: len(agreed)])
             if difference is None:
                 return
             failed = next(s for s in group if s[1] >= min(difference.iteration, stops[-1]))
@@ -407,7 +427,7 @@ class Auditor:
         if recorded is None:
             return
         if test is None:
-            self.add(Finding("test", NONE, "there are no test images"))
+            self.add(Finding("test", UNCHECKED, "there are no test images"))
             return
         start = self.certificate.of_kind(START)[-1]
         options = options_of(self.certificate, start, material.replaced)
