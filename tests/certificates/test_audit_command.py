@@ -20,6 +20,7 @@ from mpidl.training import golden
 from mpidl.training.files import model_file
 
 SIGNER = "alice@example.org"
+SLOW = pytest.mark.slow("jobs")
 
 
 def new_key(path):
@@ -420,7 +421,9 @@ def change_facts(folder, *keys, value):
     path.write_bytes(model_file.pack(arrays, attributes))
 
 
-@pytest.mark.parametrize("value", [[1], {}, "8", True, None])
+@pytest.mark.parametrize(
+    "value", [[1], *(pytest.param(v, marks=SLOW) for v in ({}, "8", True, None))]
+)
 def test_a_checkpoint_with_a_hostile_position(files, value):
     change_facts(files, "position", "iteration", value=value)
     result = audit_files(files, "--steps", "9:10")
@@ -431,12 +434,12 @@ def test_a_checkpoint_with_a_hostile_position(files, value):
 @pytest.mark.parametrize(
     ("keys", "value"),
     [
-        (("validation",), None),
         (("validation", "waited"), 10**9),
-        (("optimizer",), ["Other", []]),
-        (("fingerprint",), 5),
-        (("run",), {"network": "evil.py:run"}),
-        (("numerics",), 99),
+        pytest.param(("validation",), None, marks=SLOW),
+        pytest.param(("optimizer",), ["Other", []], marks=SLOW),
+        pytest.param(("fingerprint",), 5, marks=SLOW),
+        pytest.param(("run",), {"network": "evil.py:run"}, marks=SLOW),
+        pytest.param(("numerics",), 99, marks=SLOW),
     ],
 )
 def test_facts_of_a_checkpoint_that_an_audit_does_not_use(files, keys, value):
@@ -569,9 +572,7 @@ def test_images_that_the_certificate_does_not_claim(honest, train_dishonestly, t
     assert_differs(result, "iterations 0-4", CERTIFICATE)
 
 
-@pytest.mark.parametrize(
-    "build", [pytest.param("numpy", marks=pytest.mark.slow("jobs")), "generic"]
-)
+@pytest.mark.parametrize("build", [pytest.param("numpy", marks=SLOW), "generic"])
 def test_other_kernels(honest, tmp_path, build):
     """The cause is the arithmetic; if the certificate conceals it, it is the certificate."""
     folder = tmp_path / "generic"
