@@ -85,7 +85,9 @@ def around(certificate: Certificate, starts: Sequence[int], steps: Segment) -> S
     if last > end:
         raise UserError(f"--steps {first}:{last}: expected at most {end}, the last iteration")
     states = [link["iteration"] for link in certificate.of_kind(STATE)]
-    return max(n for n in starts if n <= first), min(n for n in states if n >= last)
+    border = min(n for n in states if n >= last)
+    # From the last state, a replay only finishes the network. Others must train.
+    return max(n for n in starts if n <= first and (n < border or border in (0, end))), border
 
 
 def draw(segments: Sequence[Segment], count: int, seed: int) -> set[Segment]:
