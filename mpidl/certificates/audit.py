@@ -37,7 +37,6 @@ from mpidl.evaluation.validation import held_out
 from mpidl.files import on_rank_0, reason
 from mpidl.nn import Network
 from mpidl.nn.network_check import need_network
-from mpidl.options.declaration import check_value, rule_of
 from mpidl.ranks.failure import Signals, agreed_signal
 from mpidl.ranks.world import World
 from mpidl.report import Console, metrics
@@ -587,7 +586,7 @@ def _material(auditor, datastore, options, net, optimizer, layers):
 def seed_of(certificate: Certificate) -> int:
     """Return the seed of a run."""
     text = certificate.of_kind(START)[0]["options"].get("seed", "0")
-    return int(check_value(rule_of(OPTIONS["seed"]), text, "--seed", text=True))
+    return int(settings.value_of("seed", text))
 
 
 def network_of(certificate: Certificate, layers: Iterable[type[Layer]] = ()) -> Network:

@@ -22,7 +22,7 @@ from mpidl.certificates import (
     states,
 )
 from mpidl.certificates.certificate import FILE, MANIFEST, MODEL, WEIGHTS, Certificate
-from mpidl.certificates.chain import START, STATE, Link
+from mpidl.certificates.chain import START, STATE
 from mpidl.certificates.replay import Point
 from mpidl.errors import UserError
 from mpidl.files import open_for_reading, sha256_of_file, unreadable
@@ -265,11 +265,10 @@ def _changed_options(certificate, iteration, options):
     """Return how the options of a checkpoint differ from those of its start, or None."""
     if not isinstance(options, dict):
         return "it has no options"
-    starts = [s for s in certificate.of_kind(START) if s["iteration"] <= iteration]
+    starts = certificate.of_kind(START)
+    before = [start for start in starts if start["iteration"] < iteration]
     # A run that was resumed at this iteration may not have written the checkpoint again.
-    starts = [s for s in starts if s["iteration"] == iteration] + [
-        max((s for s in starts if s["iteration"] < iteration or not iteration), key=_iteration)
-    ]
+    starts = [s for s in starts if s["iteration"] == iteration] + before[-1:]
     problems = [
         [
             f"{flag(name)} is {settings.text_of(options[name])}, in the certificate {text}"
@@ -279,10 +278,6 @@ def _changed_options(certificate, iteration, options):
         for start in starts
     ]
     return None if [] in problems else name_list(problems[-1])
-
-
-def _iteration(link: Link) -> int:
-    return int(link["iteration"])
 
 
 class Manifest(NamedTuple):

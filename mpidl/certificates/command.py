@@ -222,7 +222,7 @@ def typed_of(certificate: Certificate, typed: dict[str, Any]) -> dict[str, Any]:
     first = certificate.of_kind(START)[0]
     texts, inputs = certificate.of_kind(START)[-1]["options"], first["inputs"]
     values = {
-        name: check_value(rule_of(OPTIONS[name]), text, flag(name), text=True)
+        name: settings.value_of(name, text)
         for name, text in texts.items()
         if name in OPTIONS and name not in NEUTRAL and not text.startswith(settings.FUNCTION)
     }

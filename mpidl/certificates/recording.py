@@ -66,7 +66,7 @@ class Recorder:
         self._trainer: Trainer
         self._start: Record = {}
         self._last: tuple[int, int] | None = None  # iteration and rollbacks of the last state
-        self._best: tuple[Any, dict[str, str]] = {}, {}  # the best network, and its digests
+        self._best = states.BestDigests()
 
     @staticmethod
     def written(folder: str) -> list[str]:
@@ -205,13 +205,11 @@ class Recorder:
         """Record a validation, of which the run's writer has received a record. Collective."""
         if record["kind"] != "validation":
             return
-        best = self._trainer.validation.best
-        if self._trainer.world.rank == 0 and self._best[0] is not best:
-            digests = {name: states.table_digest(name, arrays) for name, arrays in best.items()}
-            self._best = best, digests
+        is_first = self._trainer.world.rank == 0
+        best = self._best.of(self._trainer.validation.best) if is_first else {}
         scores = {name: metrics.number(record[name]) for name in ("loss", "accuracy")}
         position = {"kind": chain.PREFIX + chain.VALIDATION, "iteration": record["iteration"]}
-        self._add({**position, **scores, "best": self._best[1]})
+        self._add({**position, **scores, "best": best})
 
     def _add(self, record: Record) -> None:
         """Write a record on rank 0. Collective."""

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,11 +19,10 @@ import numpy as np
 from mpidl import numerics
 from mpidl.certificates import settings, states
 from mpidl.certificates.certificate import Certificate
-from mpidl.certificates.chain import END, START, STATE, VALIDATION, Link
+from mpidl.certificates.chain import START, STATE, VALIDATION, Link
 from mpidl.errors import Fault, NotFinite, UserError
 from mpidl.evaluation.validation import BEST, held_out
 from mpidl.files import on_rank_0
-from mpidl.options.declaration import check_value, flag, rule_of
 from mpidl.ranks.failure import Signals
 from mpidl.report import Console, metrics
 from mpidl.text import printable
@@ -32,7 +31,6 @@ from mpidl.training.files import checkpoint, model_file, run_state
 from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.files.resume_changes import resumable
 from mpidl.training.optimizers.checks import optimizer_spec
-from mpidl.training.options.training_options import OPTIONS
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, EpochSummary, Position
 from mpidl.training.session import Session
 
@@ -194,19 +192,31 @@ def options_of(
     values = {name: value for name, value in NEUTRAL.items() if value is not None}
     dropped = {name for name in NEUTRAL if name not in values}
     texts = {name: text for name, text in texts.items() if name not in dropped}
-    return settings.options_from(texts, **{**values, **replaced})
+    options = settings.options_from(texts, **{**values, **replaced})
+    end = certificate.end["iteration"]
+    limits = [s["options"].get("max_iterations", "none") for s in certificate.of_kind(START)]
+    if any((settings.value_of("max_iterations", text) or end) >= end for text in limits):
+        # A run that is resumed with a limit that it has passed already ends at once.
+        limit = options.max_iterations
+        options = replace(options, max_iterations=limit and max(limit, end))
+    return options
 
 
 def parts_of(certificate: Certificate, first: int, last: int) -> list[tuple[Link, int]]:
-    """Return (start, last iteration) of the parts of a replay that have the same options."""
-    starts = certificate.of_kind(START)
-    current = [start for start in starts if start["iteration"] <= first][-1]
+    """Return (start, last iteration) of the parts of a replay that have the same options.
+
+    The last part may be empty: a run that was resumed at its end has finished its network again.
+    """
+    # Of several starts at one iteration, only the last one has trained.
+    starts = {start["iteration"]: start for start in certificate.of_kind(START)}
+    current = starts[max(n for n in starts if n <= first)]
     parts = []
-    for start in starts:
-        if not first < start["iteration"] < last:
+    for iteration, start in starts.items():
+        is_end = iteration == last == certificate.end["iteration"]
+        if not (first < iteration < last or is_end):
             continue
         if _effective(start) != _effective(current):
-            parts.append((current, start["iteration"]))
+            parts.append((current, iteration))
         current = start
     return [*parts, (current, last)]
 
@@ -219,6 +229,13 @@ def _effective(start):
 
 class Unreachable(Fault):
     """Raised if a training with these options cannot have a state of the certificate."""
+
+
+def _intervals(start):
+    """Return the numbers of iterations between the states that a job records."""
+    names = ("certify_every", "checkpoint_keep")
+    options = start["options"]
+    return [settings.value_of(name, options[name]) for name in names if name in options]
 
 
 class Comparison:
@@ -251,10 +268,10 @@ class Comparison:
     ) -> None:
         self.states = {link["iteration"]: link for link in certificate.of_kind(STATE)}
         self.validations = {link["iteration"]: link for link in certificate.of_kind(VALIDATION)}
-        self.end_link = certificate.of_kind(END)[-1]
+        self.end_link = certificate.end
+        self.intervals = [(s["iteration"], _intervals(s)) for s in certificate.of_kind(START)]
         self.stops, self.passed = list(stops), passed
-        self.intervals: list[int] = []
-        self.part_end = self.stops[-1]
+        self.part_end, self.is_last_part = self.stops[-1], True
         self.difference: Difference | None = None
         self.handover: tuple[Arrays, dict[str, Any]] | None = None
         self.losses: dict[int, float | None] = {}
@@ -262,20 +279,16 @@ class Comparison:
         self.compared = 0  # the last iteration whose validation has been compared
         self._missing: tuple[int, int] | None = None  # state after a rollback that has yet to come
         self._is_past = False  # whether the replay keeps no state to which the run rolled back
-        self._best: tuple[int, dict[str, str]] = 0, {}
+        self._best = states.BestDigests()
 
-    def begin(self, start: Link, part_end: int) -> None:
-        """Prepare for a part of the replay, which has the options of a start."""
-        texts = [(n, start["options"].get(n, "0")) for n in ("certify_every", "checkpoint_keep")]
-        rules = {name: rule_of(OPTIONS[name])._replace(low=0) for name, _ in texts}
-        numbers = [check_value(rules[name], text, flag(name), text=True) for name, text in texts]
-        self.intervals, self.part_end = [n for n in numbers if n], part_end
-        self.handover = None
+    def begin(self, part_end: int, is_last: bool) -> None:
+        """Prepare for a part of the replay, which ends with an iteration."""
+        self.part_end, self.is_last_part, self.handover = part_end, is_last, None
 
     @property
     def is_to_the_end(self) -> bool:
         """Whether the replay ends as the run did, with the network that the run returned."""
-        return self.part_end == self.end_link["iteration"] == self.stops[-1]
+        return self.is_last_part and self.end_link["iteration"] == self.stops[-1]
 
     def start(self, trainer: Trainer) -> None:
         position, count = trainer.position, len(trainer.queue)
@@ -285,6 +298,8 @@ class Comparison:
         trainer.writer.listeners.append(lambda record: self._validated(trainer, record))
         if trainer.position.iteration == 0:
             self._reach(trainer)
+        else:
+            self._stop_like_the_run(trainer)
 
     def iteration(self, trainer: Trainer, result: StepResult) -> None:
         self.losses[result.info.iteration] = metrics.number(result.loss)
@@ -312,6 +327,8 @@ class Comparison:
         iteration, rollbacks = trainer.position.iteration, trainer.position.rollbacks
         if self.difference is not None:
             return
+        if iteration in self.validations and iteration < self.end_link["iteration"]:
+            self._validate_like_the_run(trainer)
         is_compared = False
         if iteration in self.states or iteration >= self.part_end:
             trainer.wait()  # other iterations do not wait for a GPU
@@ -321,13 +338,24 @@ class Comparison:
             if is_compared and self.difference is None and iteration in self.stops and not is_end:
                 self.passed(iteration)
         is_last = iteration == self.stops[-1]
-        if iteration == self.part_end and not is_last:
+        if iteration == self.part_end and not self.is_last_part:
             self.handover = _snapshot(trainer)
             self._stop(trainer)
         elif self.difference is not None or (is_compared and is_last and not self.is_to_the_end):
             self._stop(trainer)
-        elif is_last and self.is_to_the_end and self.end_link["stopped"] == OUTPUT_FUNCTION:
+        else:
+            self._stop_like_the_run(trainer)
+
+    def _stop_like_the_run(self, trainer):
+        is_end = self.is_to_the_end and trainer.position.iteration == self.stops[-1]
+        if is_end and self.end_link["stopped"] == OUTPUT_FUNCTION:
             trainer.stop()
+
+    def _validate_like_the_run(self, trainer):
+        """Validate if a hook of the run did so. The trainer has made all other validations."""
+        validation = trainer.validation
+        if validation.store is not None and validation.last_iteration != trainer.position.iteration:
+            trainer.validate(announce=False)
 
     def _stop(self, trainer):
         trainer.signals.name = trainer.signals.name or REACHED
@@ -344,8 +372,7 @@ class Comparison:
         elif self._missing is not None and rollbacks < self._missing[1]:
             self._await_rollback(trainer, iteration, *self._missing)
         elif link is None:
-            is_due = trainer.position.batch == 0 or any(not iteration % n for n in self.intervals)
-            if is_due:
+            if trainer.position.batch == 0 or self._is_due(iteration):
                 self.differ(iteration, "the certificate has no state of this iteration")
         elif rollbacks < link["rollbacks"]:
             self._missing = iteration, link["rollbacks"]
@@ -358,6 +385,11 @@ class Comparison:
             self._compare_state(trainer, link)
             return True
         return False
+
+    def _is_due(self, iteration):
+        """Return whether the run had to record a state, by the options of the job at that time."""
+        *_, current = [n for first, n in self.intervals if first < iteration or not first]
+        return any(interval and iteration % interval == 0 for interval in current)
 
     def _await_rollback(self, trainer, iteration, state, rollbacks):
         """Differ if the run rolled back to a state that the replay no longer keeps."""
@@ -404,12 +436,7 @@ class Comparison:
     def _validated(self, trainer, record):
         if record["kind"] != "validation" or trainer.world.rank:
             return
-        validation = trainer.validation
-        if validation.best and self._best[0] != validation.iteration:
-            tables = validation.tables()
-            digests = {name: states.table_digest(name, tables[name]) for name in tables}
-            self._best = validation.iteration, digests
-        best = self._best[1] if validation.best else {}
+        best = self._best.of(trainer.validation.best)
         scores = {name: metrics.number(record[name]) for name in ("loss", "accuracy")}
         self.scores[record["iteration"]] = {**scores, "best": best}
 
@@ -473,8 +500,9 @@ class Replay:
         """
         resume, last = self._resume_of(point), comparison.stops[-1]
         comparison.compared = point.iteration
-        for start, part_end in parts_of(self.certificate, point.iteration, last):
-            comparison.begin(start, part_end)
+        parts = parts_of(self.certificate, point.iteration, last)
+        for i, (start, part_end) in enumerate(parts, 1):
+            comparison.begin(part_end, is_last=i == len(parts))
             try:
                 self._train(start, resume, comparison)
             except (NotFinite, Unreachable) as error:

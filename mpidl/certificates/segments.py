@@ -80,14 +80,16 @@ def all_segments(starts: Sequence[int], end: int) -> list[Segment]:
 
 
 def around(certificate: Certificate, starts: Sequence[int], steps: Segment) -> Segment:
-    """Return the smallest segment that begins at a start, ends at a state, and contains steps."""
+    """Return the smallest segment that begins at a start, ends at a state, and contains steps.
+
+    It has at least one iteration, unless 0:0 asks for the initial state.
+    """
     (first, last), end = steps, certificate.end["iteration"]
     if last > end:
         raise UserError(f"--steps {first}:{last}: expected at most {end}, the last iteration")
     states = [link["iteration"] for link in certificate.of_kind(STATE)]
-    border = min(n for n in states if n >= last)
-    # From the last state, a replay only finishes the network. Others must train.
-    return max(n for n in starts if n <= first and (n < border or border in (0, end))), border
+    begin = max(min(first, last - 1), 0)
+    return max(n for n in starts if n <= begin), min(n for n in states if n >= last)
 
 
 def draw(segments: Sequence[Segment], count: int, seed: int) -> set[Segment]:

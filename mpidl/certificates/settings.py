@@ -39,6 +39,11 @@ def options_of(options: TrainingOptions) -> dict[str, str]:
     return texts
 
 
+def value_of(name: str, text: str) -> Any:
+    """Return the value of an option from its text; raise UserError if it is invalid."""
+    return check_value(rule_of(OPTIONS[name]), text, flag(name), text=True)
+
+
 def options_from(texts: Mapping[str, str], **replaced: Any) -> TrainingOptions:
     """Return the options that texts describe; the inverse of `options_of`.
 
@@ -56,7 +61,7 @@ def options_from(texts: Mapping[str, str], **replaced: Any) -> TrainingOptions:
             raise UserError(f"unknown option {name:.50}")
         if text.startswith(FUNCTION):
             raise UserError(f"{flag(name)}: expected the {text:.100}, which Python programs pass")
-        values[name] = check_value(rule_of(OPTIONS[name]), text, flag(name), text=True)
+        values[name] = value_of(name, text)
     return TrainingOptions(**values, **replaced)
 
 

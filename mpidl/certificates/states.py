@@ -73,3 +73,22 @@ def table_digest(table: str, arrays: Mapping[str, np.ndarray]) -> str:
         total.update(json.dumps([table, name, array.dtype.str, array.shape]).encode())
         total.update(np.ascontiguousarray(array))
     return total.hexdigest()
+
+
+class BestDigests:
+    """The digests of the best network so far, which are computed once for each network."""
+
+    def __init__(self) -> None:
+        self._best: Tables = {}
+        self._digests: dict[str, str] = {}
+
+    def of(self, best: Tables) -> dict[str, str]:
+        """Return {table: digest} of `Validation.best`.
+
+        Each best network is a new dict. After a rollback, another network may be the best one of
+        the same iteration.
+        """
+        if self._best is not best:
+            self._best = best
+            self._digests = {name: table_digest(name, arrays) for name, arrays in best.items()}
+        return self._digests
