@@ -49,7 +49,7 @@ REACHED = "audit"  # the reason for which a replay stops; the network is then no
 NAME = re.compile(r"[0-9]{8,}\.h5")  # of a checkpoint that a run keeps
 # Options that do not change the weights. A replay has the auditor's values, or these.
 NEUTRAL: dict[str, Any] = {
-    "audit_every": 0,
+    "compare_ranks_every": 0,
     "certify": "none",
     "certify_key": None,
     "checkpoint_keep": 0,
