@@ -35,7 +35,7 @@ exit codes: 0 nothing differs from the certificate; 1 something differs, or an e
 options, or a file that is not a certificate; 75 stopped by a signal (USR1, TERM, INT)
 """
 COMMON = """
-data steps sample seed largest signers
+data validation_data steps sample seed largest salt signers
 """.split()
 # Inputs and options of a run that the auditor chooses.
 SETS = ("data", "validation_data", "test_data")
@@ -128,8 +128,13 @@ def console_line(console: Console, finding: Finding) -> None:
     width, lines = terminal_width(sys.stdout), [str(finding)]
     if width:
         indent = " " * (checks.SUBJECT_COLUMNS + 2)
-        rules = {"break_long_words": False, "break_on_hyphens": False}
-        lines = textwrap.wrap(lines[0], width, subsequent_indent=indent, **rules)
+        lines = textwrap.wrap(
+            lines[0],
+            width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     print(*lines, sep="\n", flush=True)
 
 
