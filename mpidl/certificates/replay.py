@@ -249,6 +249,8 @@ class Comparison:
         Iterations of states, in order. The replay ends with the last one.
     passed : callable
         Function that rank 0 calls with each of `stops` that the replay has reached.
+    trained : callable
+        Function that is called with each iteration.
 
     Attributes
     ----------
@@ -265,12 +267,13 @@ class Comparison:
         certificate: Certificate,
         stops: Sequence[int],
         passed: Callable[[int], object] = lambda iteration: None,
+        trained: Callable[[int], object] = lambda iteration: None,
     ) -> None:
         self.states = {link["iteration"]: link for link in certificate.of_kind(STATE)}
         self.validations = {link["iteration"]: link for link in certificate.of_kind(VALIDATION)}
         self.end_link = certificate.end
         self.intervals = [(s["iteration"], _intervals(s)) for s in certificate.of_kind(START)]
-        self.stops, self.passed = list(stops), passed
+        self.stops, self.passed, self.trained = list(stops), passed, trained
         self.part_end, self.is_last_part = self.stops[-1], True
         self.difference: Difference | None = None
         self.handover: tuple[Arrays, dict[str, Any]] | None = None
@@ -303,6 +306,7 @@ class Comparison:
 
     def iteration(self, trainer: Trainer, result: StepResult) -> None:
         self.losses[result.info.iteration] = metrics.number(result.loss)
+        self.trained(result.info.iteration)
 
     def step(self, trainer: Trainer) -> None:
         if not trainer.at_epoch_end:
