@@ -105,9 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
     timeout = parsed.typed.get("timeout", training_options.TrainingOptions().timeout)
     world = World(timeout=timeout, threads=None)
-    # Findings go to stdout. On a terminal, the progress does too, so that they do not mix.
-    stream = sys.stdout if terminal_width(sys.stdout) else sys.stderr
-    console = Console(world.rank, stream=stream)
+    # Findings go to stdout. On a terminal, the progress does too, so that they do not mix. With a
+    # pipe, it has whole lines, because the pipe may lead to the same terminal.
+    width = terminal_width(sys.stdout)
+    console = Console(world.rank, stream=sys.stdout if width else sys.stderr, width=width)
     with failure.Signals() as signals, FolderLock(world) as lock, console:
         report = functools.partial(console_line, console)
         auditor = Auditor(world, parsed.run, report, console)
