@@ -108,7 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Findings go to stdout. On a terminal, the progress does too, so that they do not mix. With a
     # pipe, it has whole lines, because the pipe may lead to the same terminal.
     width = terminal_width(sys.stdout)
-    console = Console(world.rank, stream=sys.stdout if width else sys.stderr, width=width)
+    console = Console(
+        world.rank, stream=sys.stdout if width else sys.stderr, width=None if width else 0
+    )
     with failure.Signals() as signals, FolderLock(world) as lock, console:
         report = functools.partial(console_line, console)
         auditor = Auditor(world, parsed.run, report, console)

@@ -55,10 +55,15 @@ def one_world():
 def train_run(data, out, *options, certify="public"):
     """Train in this process, and return the folder of the run."""
     words = ["--network", NETWORK, "--data", data, "--out", out, "--certify", certify, *OPTIONS]
-    with contextlib.redirect_stdout(io.StringIO()), _one_world(train_module):
-        code = train.main([str(word) for word in [*words, *options]])
-    assert code == 0
+    train_command(*words, *options)
     return Path(out)
+
+
+def train_command(*words):
+    """Run the command `train` in this process."""
+    with contextlib.redirect_stdout(io.StringIO()), _one_world(train_module):
+        code = train.main([str(word) for word in words])
+    assert code == 0
 
 
 def _one_world(module):
