@@ -152,7 +152,7 @@ class Auditor:
         self._check(checks.check_arithmetic, certificate, current)
         self._check(checks.check_model, certificate, self.folder)
         self._check(checks.check_options, certificate, options)
-        self.add(*checks.check_hooks(certificate))
+        self.add(*checks.check_starts(certificate), *checks.check_hooks(certificate))
 
     def check_checkpoints(self, folder: str | None = None) -> None:
         """Check the checkpoints in a folder, by default that of the certificate."""
@@ -345,8 +345,11 @@ class Auditor:
             stops = [segment[1] for segment in group]
             comparison = Comparison(self.certificate, stops, passed)
             difference = self._run(replay, point, comparison, group)
-            self.findings += self.world.broadcast(reported)
+            reported = self.world.broadcast(reported)
+            self.findings += reported
             if difference is None:
+                for segment in group[len(reported) :]:
+                    self.add(Finding(_name(segment), DIFFERENT, "the replay ended before its end"))
                 return
             failed = next(s for s in group if s[1] >= min(difference.iteration, stops[-1]))
             self.add(Finding(_name(failed), DIFFERENT, self._explained(difference)))

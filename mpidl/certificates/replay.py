@@ -20,6 +20,7 @@ from mpidl import numerics
 from mpidl.certificates import settings, states
 from mpidl.certificates.certificate import Certificate
 from mpidl.certificates.chain import START, STATE, VALIDATION, Link
+from mpidl.certificates.recording import plain
 from mpidl.errors import Fault, NotFinite, UserError
 from mpidl.evaluation.validation import BEST, held_out
 from mpidl.files import on_rank_0
@@ -243,6 +244,7 @@ class Comparison:
         self.states = {link["iteration"]: link for link in certificate.of_kind(STATE)}
         self.validations = {link["iteration"]: link for link in certificate.of_kind(VALIDATION)}
         self.end_link = certificate.end
+        self.loss = certificate.of_kind(START)[0]["network"]["loss"]
         self.intervals = [(s["iteration"], _intervals(s)) for s in certificate.of_kind(START)]
         self.stops, self.passed = list(stops), passed
         self.part_end, self.is_last_part = self.stops[-1], True
@@ -268,6 +270,8 @@ class Comparison:
         if position.batch > count:
             text = f"mini-batch {position.batch} of epoch {position.epoch}, which has {count}"
             raise Unreachable(f"the state is after {text}")
+        if (loss := plain(trainer.net.loss)) != self.loss:
+            raise Unreachable(f"the loss of the network is {loss}, was {self.loss}")
         trainer.writer.listeners.append(lambda record: self._validated(trainer, record))
         if trainer.position.iteration == 0:
             self._reach(trainer)
@@ -287,6 +291,8 @@ class Comparison:
     def end(self, trainer: Trainer) -> None:
         is_complete = trainer.stopped in (None, PATIENCE, OUTPUT_FUNCTION)
         if is_complete and self.is_to_the_end and trainer.world.rank == 0:
+            if self._missing is not None:
+                self.differ(self._missing[0], "the run has rolled back, the replay has not")
             if self.difference is None:
                 self._compare_end(trainer)
 
