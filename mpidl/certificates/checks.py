@@ -241,7 +241,10 @@ def check_options(certificate: Certificate, options: Mapping[str, str] | None) -
         ]
     if problems:
         return Finding("options", DIFFERENT, name_list(problems))
-    return Finding("options", EQUAL, f"{len(starts[0]['options'])} options, {len(starts)} starts")
+    text = f"{len(starts[0]['options'])} options"
+    if len(starts) > 1:
+        text += f" of {len(starts)} starts"
+    return Finding("options", EQUAL, text)
 
 
 def check_checkpoints(
@@ -258,10 +261,10 @@ def check_checkpoints(
         if loaded is None:
             between += 1
             continue
-        iteration = loaded[1]["position"]["iteration"]
+        iteration, facts = loaded.covered["position"]["iteration"], loaded.facts
         problems = {
-            "options": _changed_options(certificate, iteration, loaded[1].get("options")),
-            "network": _changed_layers(certificate, loaded[1]["network"]),
+            "options": _changed_options(certificate, iteration, facts.get("options")),
+            "network": _changed_layers(certificate, facts["network"]),
         }
         findings += [
             Finding(subject, DIFFERENT, f"{printable(path)}: {text}")
@@ -327,6 +330,9 @@ def sets_of(certificate: Certificate) -> dict[str, dict[str, Any]]:
 def read_manifest(certificate: Certificate, folder: str) -> Manifest:
     """Read the manifest beside a certificate, and compare it with the chain."""
     path, sets = os.path.join(folder, MANIFEST), sets_of(certificate)
+    if not os.path.lexists(path):
+        text = f"there is no {printable(path)}, which would name images that differ"
+        return Manifest({}, Finding("manifest", NONE, text))
     try:
         digest = sha256_of_file(path)
         if digest != certificate.manifest:

@@ -44,11 +44,13 @@ if TYPE_CHECKING:
     from mpidl.training.trainer import Trainer
 
 Arrays = dict[str, dict[str, np.ndarray]]
+TABLES = ("learnables", "state", "optimizer")  # that each checkpoint has
+COMPLETE = (None, PATIENCE, OUTPUT_FUNCTION)  # reasons for the end of a run with its network
 REACHED = "audit"  # the reason for which a replay stops; the network is then not finished
 NAME = re.compile(r"[0-9]{8,}\.h5")  # of a checkpoint that a run keeps
 # Options that do not change the weights. A replay has the auditor's values, or these.
 NEUTRAL: dict[str, Any] = {
-    "audit_every": 0,
+    "compare_ranks_every": 0,
     "certify": "none",
     "certify_key": None,
     "checkpoint_keep": 0,
@@ -114,8 +116,26 @@ def paths_of(folder: str) -> list[str]:
     return [path for path in paths if os.path.lexists(path)]
 
 
-def load_covered(path: str, certificate: Certificate) -> tuple[Arrays, dict[str, Any]] | None:
-    """Return the arrays and facts of a checkpoint, or None if the certificate has no state of it.
+class Checkpoint(NamedTuple):
+    """The contents of a checkpoint whose state the certificate has.
+
+    Attributes
+    ----------
+    arrays : dict
+        The arrays by table, all of which have the digests of the state.
+    covered : dict
+        The facts that follow from the certificate.
+    facts : dict
+        The facts of the file, which nothing covers.
+    """
+
+    arrays: Arrays
+    covered: dict[str, Any]
+    facts: dict[str, Any]
+
+
+def load_covered(path: str, certificate: Certificate) -> Checkpoint | None:
+    """Load a checkpoint, or return None if the certificate has no state of its iteration.
 
     Raises
     ------
@@ -128,6 +148,8 @@ def load_covered(path: str, certificate: Certificate) -> tuple[Arrays, dict[str,
         facts = checkpoint.facts_of(attributes)
         position = _position_of(facts["position"])
         progress = states.progress_digest(position)
+        if missing := [table for table in TABLES if table not in arrays]:
+            raise ValueError(f"it has no {', '.join(missing)}")
     except (model_file.Torn, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{name}: expected a checkpoint: {error}") from None
     links = {link["iteration"]: link for link in certificate.of_kind(STATE)}
@@ -136,11 +158,15 @@ def load_covered(path: str, certificate: Certificate) -> tuple[Arrays, dict[str,
         return None
     differing = _differing(link["tables"], states.table_digests(arrays))
     differing += ["progress"] if progress != link["progress"] else []
+    validations = _validations_before(certificate, position.iteration, facts)
+    best = {table: states.table_digest(table, arrays[table]) for table in BEST if table in arrays}
+    differing += _differing(validations[-1]["best"] if validations else {}, best)
     if differing:
-        raise UserError(
-            f"{name}: {', '.join(differing)} differ from the state of iteration {link['iteration']}"
-        )
-    return arrays, facts
+        text = f"{', '.join(differing)} differ from the state of iteration {position.iteration}"
+        raise UserError(f"{name}: {text}")
+    validation = _validation_facts(validations, facts)
+    covered = {"position": asdict(position) | {"seconds": 0.0}, "validation": validation}
+    return Checkpoint(arrays, covered | _rollback_facts(facts), facts)
 
 
 def _position_of(values):
@@ -254,6 +280,7 @@ class Comparison:
         self.scores: dict[int, dict[str, Any]] = {}  # of validations
         self.compared = 0  # the last iteration whose validation has been compared
         self._missing: tuple[int, int] | None = None  # state after a rollback that has yet to come
+        self._is_past = False  # whether the replay keeps no state to which the run rolled back
         self._best = states.BestDigests()
 
     def begin(self, part_end: int, is_last: bool) -> None:
@@ -289,12 +316,15 @@ class Comparison:
         self._reach(trainer)
 
     def end(self, trainer: Trainer) -> None:
-        is_complete = trainer.stopped in (None, PATIENCE, OUTPUT_FUNCTION)
-        if is_complete and self.is_to_the_end and trainer.world.rank == 0:
-            if self._missing is not None:
-                self.differ(self._missing[0], "the run has rolled back, the replay has not")
+        iteration, last = trainer.position.iteration, self.stops[-1]
+        if trainer.world.rank or trainer.stopped not in COMPLETE or self.difference is not None:
+            return
+        if self.is_to_the_end and iteration == last and self._missing is None:
+            self._compare_end(trainer)
             if self.difference is None:
-                self._compare_end(trainer)
+                self.passed(last)
+        elif iteration < last or self._missing is not None:
+            self.differ(iteration, f"the replay ends here, the run after iteration {last} or later")
 
     def _reach(self, trainer):
         """Compare the state if the certificate has one, and stop if this is the last one."""
@@ -308,7 +338,8 @@ class Comparison:
             trainer.wait()  # other iterations do not wait for a GPU
         if trainer.world.rank == 0:
             is_compared = self._compare(trainer, iteration, rollbacks)
-            if is_compared and self.difference is None and iteration in self.stops:
+            is_end = self.is_to_the_end and iteration == self.stops[-1]
+            if is_compared and self.difference is None and iteration in self.stops and not is_end:
                 self.passed(iteration)
         is_last = iteration == self.stops[-1]
         if iteration == self.part_end and not self.is_last_part:
@@ -372,8 +403,6 @@ class Comparison:
             self.differ(state, f"the run has rolled back {rollbacks} times, the replay has not")
         self._is_past = is_kept
 
-    _is_past = False
-
     def _compare_state(self, trainer, link):
         iteration, losses = link["iteration"], link["losses"]
         for i, loss in enumerate(losses, iteration - len(losses) + 1):
@@ -417,11 +446,7 @@ class Comparison:
 
     def _compare_end(self, trainer):
         """Compare the results of the run."""
-        link, iteration = self.end_link, trainer.position.iteration
-        last = link["iteration"]
-        if iteration != last:
-            self.differ(iteration, f"the replay ends here, the run after iteration {last}")
-            return
+        link, last = self.end_link, self.stops[-1]
         self._compare_validations(last, is_end=True)
         loss, accuracy = trainer.validation.of_the_result()
         validation = None
@@ -441,6 +466,9 @@ class Comparison:
 def _snapshot(trainer):
     arrays, facts = run_state.collect(trainer)
     return run_state.copied(arrays), {"position": asdict(trainer.position), **facts}
+
+
+SILENT = Console(1)  # that of a rank that prints nothing
 
 
 class Replay:
@@ -497,32 +525,30 @@ class Replay:
         loaded = on_rank_0(self.world, lambda: load_covered(str(point.path), self.certificate))
         if loaded is None:
             raise UserError(f"{printable(point.path)}: the file has changed since the audit began")
-        arrays, facts = loaded
-        validation = _validation_facts(self.certificate, arrays, facts, point)
-        position = {**facts["position"], "seconds": 0.0}
-        return arrays, {"position": position, "validation": validation, **_rollback_facts(facts)}
+        return loaded.arrays, loaded.covered
 
     def _train(self, start, resume, comparison):
         world, material = self.world, self.material
         options = options_of(self.certificate, start, material.replaced)
         images, options = held_out(material.train, options)
         net, optimizer = material.network(), material.optimizer()
-        input_pipeline.check(net, images, options)
         if resume is not None:
             resume = _with_facts(resume, options, net, images, world, optimizer)
-        console = Console(1)  # prints nothing
         with FolderLock(world) as lock:
             session = Session(world, lock, None, resume)
-            session.use_options(options, console)
+            session.use_options(options, SILENT)
             with session.active((), self.signals):
-                result = session.train(net, images, options, [comparison], optimizer=optimizer)
+                try:
+                    input_pipeline.check(net, images, options)
+                    result = session.train(net, images, options, [comparison], optimizer=optimizer)
+                except UserError as error:  # such as arrays that the network does not have
+                    raise Unreachable(str(error)) from None
         self.net = net
-        if result.stopped == REACHED:
-            self.signals.agreed = False
-            if self.signals.name == REACHED:  # another rank may have received a signal
-                self.signals.name = None
-        elif result.stopped not in (None, PATIENCE, OUTPUT_FUNCTION):
+        if result.stopped not in (*COMPLETE, REACHED):
             self.stopped = result.stopped
+        elif self.signals.name == REACHED:  # otherwise this rank may have received a signal
+            self.signals.name = None
+        self.signals.agreed = False
 
 
 def _with_facts(resume, options, net, images, world, optimizer):
@@ -536,25 +562,29 @@ def _with_facts(resume, options, net, images, world, optimizer):
     return arrays, {**facts, **json.loads(json.dumps({**rest, **input_pipeline.facts(options)}))}
 
 
-def _validation_facts(certificate, arrays, facts, point):
-    """Return the state of the validations at a checkpoint, from the links of the certificate."""
-    links = [v for v in certificate.of_kind(VALIDATION) if v["iteration"] <= point.iteration]
+def _validations_before(certificate, iteration, facts):
+    """Return the links of the validations that a checkpoint has.
+
+    A validation of its iteration may have come later: at the end of the run, or because a signal
+    interrupted it.
+    """
+    links = [v for v in certificate.of_kind(VALIDATION) if v["iteration"] <= iteration]
     saved = facts.get("validation")
-    is_owed = isinstance(saved, dict) and saved.get("owed") is True
-    if is_owed and links and links[-1]["iteration"] == point.iteration:
-        links = links[:-1]  # the resumed run made this validation first
-    best = {name: states.table_digest(name, arrays[name]) for name in BEST if name in arrays}
-    if best != (links[-1]["best"] if links else {}):
-        raise UserError(
-            f"{printable(point.path)}: the best network differs from that of the certificate"
-        )
-    state: dict[str, Any] = {
-        "loss": float("inf"),
-        "accuracy": None,
-        "iteration": 0,
-        "waited": 0,
-        "owed": is_owed,
-    }
+    is_known = isinstance(saved, dict) and saved.get("at") == iteration and not _is_owed(facts)
+    is_last = bool(links) and links[-1]["iteration"] == iteration
+    return links[:-1] if is_last and not is_known else links
+
+
+def _is_owed(facts):
+    """Return whether a resumed run first makes the validation of the checkpoint's iteration."""
+    saved = facts.get("validation")
+    return isinstance(saved, dict) and saved.get("owed") is True
+
+
+def _validation_facts(links, facts):
+    """Return the state of the validations at a checkpoint, from the links of the certificate."""
+    state: dict[str, Any] = {"loss": float("inf"), "accuracy": None, "iteration": 0}
+    state |= {"waited": 0, "owed": _is_owed(facts)}
     for link in links:
         if link["loss"] is not None and link["loss"] < state["loss"]:
             state |= {name: link[name] for name in ("loss", "accuracy", "iteration")}

@@ -20,6 +20,7 @@ from mpidl.training import golden
 from mpidl.training.files import model_file
 
 SIGNER = "alice@example.org"
+SLOW = pytest.mark.slow("jobs")
 
 
 def new_key(path):
@@ -199,6 +200,14 @@ FORGERIES = {
         "optim",
     ),
     "the seed": (0, ("options", "seed"), "1", "initial weights", "not those of the seed 1"),
+    "a limit of iterations": (
+        *(0, ("options", "max_iterations"), "9", "iterations 0-15"),
+        "from iteration 9 on: the replay ends here, the run after iteration 15 or later",
+    ),
+    "the number of epochs": (
+        *(0, ("options", "epochs"), "4", "iterations 0-15"),
+        "from iteration 16 on: the options train on, but the run has ended",
+    ),
     "an attribute of a layer": (
         *(0, ("network", "layers", 1, "epsilon"), 1e-3, "iterations 0-15", CERTIFICATE),
     ),
@@ -420,7 +429,9 @@ def change_facts(folder, *keys, value):
     path.write_bytes(model_file.pack(arrays, attributes))
 
 
-@pytest.mark.parametrize("value", [[1], {}, "8", True, None])
+@pytest.mark.parametrize(
+    "value", [[1], *(pytest.param(v, marks=SLOW) for v in ({}, "8", True, None))]
+)
 def test_a_checkpoint_with_a_hostile_position(files, value):
     change_facts(files, "position", "iteration", value=value)
     result = audit_files(files, "--steps", "9:10")
@@ -431,12 +442,12 @@ def test_a_checkpoint_with_a_hostile_position(files, value):
 @pytest.mark.parametrize(
     ("keys", "value"),
     [
-        (("validation",), None),
         (("validation", "waited"), 10**9),
-        (("optimizer",), ["Other", []]),
-        (("fingerprint",), 5),
-        (("run",), {"network": "evil.py:run"}),
-        (("numerics",), 99),
+        pytest.param(("validation",), None, marks=SLOW),
+        pytest.param(("optimizer",), ["Other", []], marks=SLOW),
+        pytest.param(("fingerprint",), 5, marks=SLOW),
+        pytest.param(("run",), {"network": "evil.py:run"}, marks=SLOW),
+        pytest.param(("numerics",), 99, marks=SLOW),
     ],
 )
 def test_facts_of_a_checkpoint_that_an_audit_does_not_use(files, keys, value):
@@ -569,9 +580,7 @@ def test_images_that_the_certificate_does_not_claim(honest, train_dishonestly, t
     assert_differs(result, "iterations 0-4", CERTIFICATE)
 
 
-@pytest.mark.parametrize(
-    "build", [pytest.param("numpy", marks=pytest.mark.slow("jobs")), "generic"]
-)
+@pytest.mark.parametrize("build", [pytest.param("numpy", marks=SLOW), "generic"])
 def test_other_kernels(honest, tmp_path, build):
     """The cause is the arithmetic; if the certificate conceals it, it is the certificate."""
     folder = tmp_path / "generic"
@@ -617,9 +626,10 @@ def test_other_sources_explain_a_difference_but_are_none(files):
 
 
 def test_steps_and_samples(honest):
-    result = audit_files(honest, "--steps", "5:9")
-    assert [line for line in result.lines if line.startswith("iterations")][0].split()[1] == "4-10"
-    assert result.code == 0 and not result.rows("test")
+    for steps, segment in (("5:9", "4-10"), ("8:8", "4-8"), ("15:15", "12-15"), ("0:0", "0-0")):
+        result = audit_files(honest, "--steps", steps)
+        assert result.code == 0 and result.rows(f"iterations {segment}")[0][0] == "equal"
+        assert bool(result.rows("test")) == (segment == "12-15")
     samples = []
     for seed in (0, 1, 2, 0):
         result = audit_files(honest, "--sample", 2, "--seed", seed)
@@ -643,10 +653,9 @@ def test_a_checkpoint_that_was_changed_is_not_a_start(files):
 
 def test_the_certificate_alone(honest, tmp_path):
     shutil.copy(honest / "run" / "certificate.json", tmp_path)
-    shutil.copy(honest / "run" / "certificate-images.txt", tmp_path)
     result = audit(tmp_path / "certificate.json", honest / "set.npz")
     assert result.code == 0, result.lines
-    for subject in ("signature", "model", "checkpoints"):
+    for subject in ("signature", "model", "checkpoints", "manifest"):
         assert result.rows(subject)[0][0] == "none"
     assert result.rows("iterations 0-15")[0][0] == "equal"
     result = audit(

@@ -12,6 +12,7 @@ import mpidl as dl
 from mpidl.certificates import certificate, replay, settings
 from mpidl.errors import UserError
 from mpidl.training import golden
+from mpidl.training.files import model_file
 from mpidl.training.options.training_options import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("without_plots", "machine")
@@ -212,6 +213,28 @@ def test_a_run_that_ended_by_its_validations(world, out):
     assert audit(world, out, options=changed).differing == ["data"]
     longer = options_of(**options | {"validation_patience": 7})
     assert "options" in audit(world, out, options=longer).differing
+
+
+@SLOW_ON_RANKS
+def test_the_best_network_in_a_checkpoint(world, out):
+    """A forged best network is found before a replay would return it."""
+    options = {"validation": pictures(40, "validation"), "validation_frequency": 2}
+    options = options_of(**options, output_network="best-validation", learning_rate=0.3)
+    dl.train(small(), pictures(100), options, world=world, out=str(out))
+    assert_equal(audit(world, out, options=options), 12)
+    path = out / "checkpoints" / "00000008.h5"
+    if world.rank == 0:
+        arrays, attributes = model_file.read(path)
+        arrays["best_learnables"]["dense1.weight"][0] += 1
+        for key in ("format", "format_version"):
+            del attributes[key]
+        path.unlink()
+        path.write_bytes(model_file.pack(arrays, attributes))
+    world.barrier()
+    result = audit(world, out, options=options, steps=(9, 12))
+    assert result.differing == ["checkpoints"]
+    expected = f"{path}: best_learnables differ from the state of iteration 8"
+    assert text_of(result, "checkpoints") == expected
 
 
 def test_options_that_a_resumed_run_has_changed(world, out):
