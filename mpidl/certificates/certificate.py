@@ -261,7 +261,19 @@ def _disorder(links) -> Iterable[str]:
             if last_validation == iteration or not iteration:
                 yield f"{name}: expected one validation per iteration, after the first iteration"
             last_validation = iteration
+    yield from _other_best(links)
     if not iteration:
         yield f"{_name(links, len(links) - 1)}: expected at least one iteration"
     if last_state != iteration:
         yield f"{_name(links, len(links) - 1)}: expected a state at this iteration"
+
+
+def _other_best(links):
+    """Yield the validations with another best network than before, without a lower loss."""
+    lowest, best = math.inf, None
+    for index, link in enumerate(links):
+        if link["kind"] == chain.VALIDATION:
+            loss = math.inf if link["loss"] is None else link["loss"]
+            if loss >= lowest and link["best"] != best:
+                yield f"{_name(links, index)}: expected the best network of the lowest loss so far"
+            lowest, best = min(loss, lowest), link["best"]

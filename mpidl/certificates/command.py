@@ -11,7 +11,7 @@ from mpidl.certificates import audit, settings
 from mpidl.certificates.audit import Auditor, Stopped
 from mpidl.certificates.certificate import Certificate
 from mpidl.certificates.chain import START
-from mpidl.certificates.checks import DIFFERENT, EQUAL, Finding
+from mpidl.certificates.checks import Finding
 from mpidl.certificates.replay import NEUTRAL, Material
 from mpidl.certificates.segments import SEED, Selection
 from mpidl.cli import arguments, start, train_run, user_files
@@ -23,7 +23,6 @@ from mpidl.options.declaration import check_value, flag, rule_of
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
 from mpidl.report import Console
-from mpidl.text import name_list
 from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.options import training_options
 from mpidl.training.options.run_inputs import INPUTS
@@ -117,10 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return arguments.STOPPED
     result = auditor.result
     if world.rank == 0:
-        text = "all checks agree with the certificate"
-        if not result.is_equal:
-            text = name_list(result.differing)
-        print(f"{EQUAL if result.is_equal else DIFFERENT}: {text}", flush=True)
+        print(result.verdict, flush=True)
     return 0 if result.is_equal else 1
 
 

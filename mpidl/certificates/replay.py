@@ -33,6 +33,7 @@ from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.files.resume_changes import resumable
 from mpidl.training.optimizers.checks import optimizer_spec
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, EpochSummary, Position
+from mpidl.training.rollback import PREFIX
 from mpidl.training.session import Session
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ class Checkpoint(NamedTuple):
 def load_covered(path: str, certificate: Certificate) -> Checkpoint | None:
     """Load a checkpoint, or return None if the certificate has no state of its iteration.
 
+    A state to which the run may roll back must be one of the certificate too.
+
     Raises
     ------
     UserError
@@ -146,27 +149,41 @@ def load_covered(path: str, certificate: Certificate) -> Checkpoint | None:
     try:
         arrays, attributes = model_file.read(path)
         facts = checkpoint.facts_of(attributes)
-        position = _position_of(facts["position"])
-        progress = states.progress_digest(position)
-        if missing := [table for table in TABLES if table not in arrays]:
-            raise ValueError(f"it has no {', '.join(missing)}")
+        saved = [(facts, {t: a for t, a in arrays.items() if not t.startswith(PREFIX)})]
+        if len(saved[0][1]) < len(arrays):
+            kept = {t.removeprefix(PREFIX): a for t, a in arrays.items() if t.startswith(PREFIX)}
+            saved.append((facts["rollback"], kept))
+        positions = [_position_of(facts["position"]) for facts, _ in saved]
+        for _, tables in saved:
+            if missing := [table for table in TABLES if table not in tables]:
+                raise ValueError(f"it has no {', '.join(missing)}")
     except (model_file.Torn, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{name}: expected a checkpoint: {error}") from None
     links = {link["iteration"]: link for link in certificate.of_kind(STATE)}
-    link = links.get(position.iteration)
-    if link is None:
+    if not all(position.iteration in links for position in positions):
         return None
-    differing = _differing(link["tables"], states.table_digests(arrays))
-    differing += ["progress"] if progress != link["progress"] else []
-    validations = _validations_before(certificate, position.iteration, facts)
-    best = {table: states.table_digest(table, arrays[table]) for table in BEST if table in arrays}
-    differing += _differing(validations[-1]["best"] if validations else {}, best)
+    differing = _differing(links[positions[0].iteration]["tables"], states.table_digests(arrays))
+    covered = []
+    for (facts, tables), position in zip(saved, positions, strict=True):
+        link = links[position.iteration]
+        validations = _validations_before(certificate, position.iteration, facts)
+        best = {t: states.table_digest(t, tables[t]) for t in BEST if t in tables}
+        problems = _differing(validations[-1]["best"] if validations else {}, best)
+        if covered:  # a rollback sets the number of rollbacks anew
+            position = replace(position, rollbacks=link["rollbacks"])
+            digests = {t: states.table_digest(t, tables[t]) for t in TABLES}
+            problems += _differing({t: link["tables"].get(t) for t in TABLES}, digests)
+            problems = [PREFIX + table for table in problems]
+        if states.progress_digest(position) != link["progress"]:
+            problems.append("progress")
+        differing += problems
+        seconds, validation = {"seconds": 0.0}, _validation_facts(validations, facts)
+        covered.append({"position": asdict(position) | seconds, "validation": validation})
     if differing:
-        text = f"{', '.join(differing)} differ from the state of iteration {position.iteration}"
-        raise UserError(f"{name}: {text}")
-    validation = _validation_facts(validations, facts)
-    covered = {"position": asdict(position) | {"seconds": 0.0}, "validation": validation}
-    return Checkpoint(arrays, covered | _rollback_facts(facts), facts)
+        text = f"{', '.join(differing)} differ from the state of iteration"
+        raise UserError(f"{name}: {text} {positions[0].iteration}")
+    rollback = {"rollback": covered[1]} if len(covered) > 1 else {}
+    return Checkpoint(arrays, covered[0] | rollback, saved[0][0])
 
 
 def _position_of(values):
@@ -596,13 +613,3 @@ def _validation_facts(links, facts):
         loss = float("nan") if last["loss"] is None else last["loss"]
         state |= {"last": [last["accuracy"], loss, 0], "at": last["iteration"]}
     return state
-
-
-def _rollback_facts(facts):
-    """Return the facts of the state to which a run rolls back, if the checkpoint has one."""
-    try:
-        saved = facts["rollback"]
-        position = asdict(_position_of(saved["position"]))
-        return {"rollback": {"position": position, "validation": saved["validation"]}}
-    except (KeyError, TypeError, ValueError):
-        return {}
