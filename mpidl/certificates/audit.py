@@ -16,7 +16,7 @@ from mpidl.certificates import certificate as certificates
 from mpidl.certificates import checks, images, recording, segments, settings, sources
 from mpidl.certificates.certificate import Certificate
 from mpidl.certificates.chain import START
-from mpidl.certificates.checks import DIFFERENT, EQUAL, NONE, OTHER, Finding
+from mpidl.certificates.checks import DIFFERENT, EQUAL, OTHER, UNCHECKED, Finding
 from mpidl.certificates.replay import (
     NEUTRAL,
     SILENT,
@@ -71,9 +71,18 @@ class Audit(NamedTuple):
     ----------
     findings : tuple of Finding
         The results of all checks, each with `subject`, `verdict` and `text`.
+    iterations : int
+        Iterations of the run.
+    replayed : int
+        Iterations of the replays that agree with the certificate.
+    head : str
+        Digest of the last link, which identifies the certificate.
     """
 
     findings: tuple[Finding, ...]
+    iterations: int
+    replayed: int
+    head: str
 
     @property
     def is_equal(self) -> bool:
@@ -87,16 +96,17 @@ class Audit(NamedTuple):
         return list(dict.fromkeys(subjects))
 
     @property
-    def verdict(self) -> str:
-        """The last line of a report: what differs, or what has not been checked."""
+    def conclusion(self) -> str:
+        """Whether anything differs, in one line."""
         if self.differing:
             return f"{DIFFERENT}: {name_list(self.differing)}"
-        text = f"{EQUAL}: all checks agree with the certificate"
-        subjects = dict.fromkeys(f.subject for f in self.findings if f.verdict == NONE)
-        return text + (f"; not checked: {name_list([*subjects])}" if subjects else "")
+        count = f"{self.replayed} of {self.iterations} iterations"
+        text = f"{EQUAL}: nothing differs, {count} were replayed"
+        unchecked = dict.fromkeys(f.subject for f in self.findings if f.verdict == UNCHECKED)
+        return text + (f"; unchecked: {name_list([*unchecked])}" if unchecked else "")
 
     def __str__(self) -> str:
-        return "\n".join([*map(str, self.findings), self.verdict])
+        return "\n".join([*map(str, self.findings), f"head: {self.head}", self.conclusion])
 
 
 class Auditor:
@@ -127,6 +137,7 @@ class Auditor:
         self.folder = os.path.dirname(path) or "."
         self.certificate = on_rank_0(world, lambda: certificates.read(path))
         self.findings: list[Finding] = []
+        self.replayed = 0  # iterations that agree
         self.points: list[Point] = []
 
     def add(self, *findings: Finding) -> None:
@@ -143,12 +154,13 @@ class Auditor:
     def verdict_on(self, subject: str) -> str:
         """Return the verdict on a subject, `DIFFERENT` if any finding about it is."""
         verdicts = [f.verdict for f in self.findings if f.subject == subject]
-        return DIFFERENT if DIFFERENT in verdicts else (verdicts or [NONE])[0]
+        return DIFFERENT if DIFFERENT in verdicts else (verdicts or [UNCHECKED])[0]
 
     @property
     def result(self) -> Audit:
         """The findings so far."""
-        return Audit(tuple(self.findings))
+        iterations = self.certificate.end["iteration"]
+        return Audit(tuple(self.findings), iterations, self.replayed, self.certificate.head)
 
     def check_files(
         self, signers: str | None = None, options: Mapping[str, str] | None = None
@@ -216,7 +228,7 @@ class Auditor:
         for name, described in recorded.items():
             store = sets.get(name)
             if store is None:
-                verdict = NONE if name == "test" else DIFFERENT
+                verdict = UNCHECKED if name == "test" else DIFFERENT
                 self.add(Finding("data", verdict, f"{name}: there are no such images"))
                 continue
             with self.console.stage(f"digests of the {name} images", len(store)) as advance:
@@ -268,7 +280,7 @@ class Auditor:
         """Replay the selected segments, and then the test if a replay has reached the end."""
         reason = self._reason_to_skip()
         if reason is not None:
-            self.add(Finding("iterations", NONE, f"not replayed, because {reason}"))
+            self.add(Finding("iterations", UNCHECKED, f"not replayed, because {reason}"))
             return
         end = self.certificate.end["iteration"]
         selected = self._segments(selection, material)
@@ -279,11 +291,8 @@ class Auditor:
             last = self.findings[-1]
             if last.verdict == EQUAL:
                 self._test(replay.net, material, signals, test)
-        rest = end - sum(last - first for first, last in selected)
-        if rest:
-            text = f"{rest} of {end} were not replayed"
-            text += "" if selected[-1][1] == end else ", nor the results of the run compared"
-            self.add(Finding("other iterations", NONE, text))
+        if selected[-1][1] < end:
+            self.add(Finding("results", UNCHECKED, "the end of the run was not replayed"))
 
     def _reason_to_skip(self):
         if self.certificate.disorder is not None:
@@ -367,7 +376,7 @@ class Auditor:
                 point = Point(0)
             if point is None:
                 text = "not replayed: there is no state to start from"
-                self.add(Finding(_name(group[0]), NONE, text))
+                self.add(Finding(_name(group[0]), UNCHECKED, text))
                 return
             reported: list[Finding] = []
             times = {first: time.monotonic()}
@@ -383,10 +392,11 @@ class Auditor:
             stops = [segment[1] for segment in group]
             comparison = Comparison(self.certificate, stops, passed)
             difference = self._run(replay, point, comparison, group)
-            reported = self.world.broadcast(reported)
-            self.findings += reported
+            agreed = self.world.broadcast(reported)
+            self.findings += agreed
+            self.replayed += sum(last - first for first, last in group[: len(agreed)])
             if difference is None:
-                for segment in group[len(reported) :]:
+                for segment in group[len(agreed) :]:
                     self.add(Finding(_name(segment), DIFFERENT, "the replay ended before its end"))
                 return
             failed = next(s for s in group if s[1] >= min(difference.iteration, stops[-1]))
@@ -443,7 +453,7 @@ class Auditor:
         if recorded is None:
             return
         if test is None:
-            self.add(Finding("test", NONE, "there are no test images"))
+            self.add(Finding("test", UNCHECKED, "there are no test images"))
             return
         train, options = self._options(self.certificate.of_kind(START)[-1], material)
         with self.console.stage("test", len(test)) as advance:
@@ -567,7 +577,7 @@ def audit(
     auditor.check_checkpoints(_path(checkpoints))
     if datastore is None:
         auditor.check_arithmetic()
-        auditor.add(Finding("iterations", NONE, "not replayed, because there are no images"))
+        auditor.add(Finding("iterations", UNCHECKED, "not replayed, because there are no images"))
         return auditor.result
     material, source = _material(auditor, datastore, options, net, optimizer, layers)
     tested = None if test is None else as_datastore(test, "test")

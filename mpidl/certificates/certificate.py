@@ -147,6 +147,8 @@ def read(path: str | os.PathLike[str]) -> Certificate:
         problem = _problem(statement, validators)
         if problem is None:
             return _certificate(path, content, statement)
+    except UnicodeDecodeError:
+        problem = "it is not a text"
     except (ValueError, RecursionError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
     raise UserError(f"{path_text}: not a certificate: {problem}")

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 EQUAL, DIFFERENT = "equal", "DIFFERENT"
 OTHER = "other"  # other than here, which proves nothing
-NONE = "none"  # there is nothing to check
+UNCHECKED = "unchecked"
+SUBJECT_COLUMNS = 20
 # Builds of the kernels whose weights have the same bytes. On x86-64, those of `generic` differ.
 SAME_BYTES = "vector instructions"
 
@@ -50,9 +51,9 @@ class Finding(NamedTuple):
     ----------
     subject : str
         What has been checked, such as "data" or "iterations 0-50".
-    verdict : {"equal", "DIFFERENT", "other", "none"}
+    verdict : {"equal", "DIFFERENT", "other", "unchecked"}
         Whether it agrees with the certificate. "other" is a fact that explains a difference but is
-        none, and "none" means that there was nothing to check.
+        none. "unchecked" proves nothing, because something is missing.
     text : str
         The details.
     """
@@ -62,7 +63,7 @@ class Finding(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        return f"{self.subject:<20}  {self.verdict:<9}  {printable(self.text)}"
+        return f"{self.subject:<{SUBJECT_COLUMNS}}  {self.verdict:<9}  {printable(self.text)}"
 
 
 def short(digest: str) -> str:
@@ -78,7 +79,7 @@ def check_chain(certificate: Certificate) -> Finding:
         problem = f"its subject weights is {weights}, its chain ends with {recorded}"
     if problem is not None:
         return Finding("certificate", DIFFERENT, problem)
-    text = f"{len(certificate.links)} links, head {certificate.head}"
+    text = f"{len(certificate.links)} links, head {short(certificate.head)}"
     return Finding("certificate", EQUAL, text)
 
 
@@ -92,10 +93,10 @@ def check_signature(path: str, signers: str | None) -> Finding:
             raise unreadable(signers, error) from None
     if not os.path.lexists(signature):
         text = "the certificate is not signed"
-        verdict = NONE if signers is None else DIFFERENT
+        verdict = UNCHECKED if signers is None else DIFFERENT
         return Finding(subject, verdict, text + ("" if signers is None else f": no {signature}"))
     if signers is None and shutil.which("ssh-keygen") is None:
-        return Finding(subject, NONE, "not checked: expected the program ssh-keygen, found none")
+        return Finding(subject, UNCHECKED, "expected the program ssh-keygen, found none")
     try:
         signer = signing.verify(path, signature, signers)
     except UserError as error:
@@ -104,7 +105,7 @@ def check_signature(path: str, signers: str | None) -> Finding:
         return Finding(subject, DIFFERENT, str(error))
     key = f"{signer.key_type} {signer.fingerprint}"
     if signer.principal is None:
-        return Finding(subject, EQUAL, f"{key}; --signers FILE tells whose key may sign")
+        return Finding(subject, UNCHECKED, f"{key}; whose key is it? (--signers)")
     return Finding(subject, EQUAL, f"{signer.principal} ({key})")
 
 
@@ -157,8 +158,8 @@ def check_arithmetic(certificate: Certificate, current: Mapping[str, Any]) -> Fi
         if arithmetic_class(arithmetic) != arithmetic_class(current):
             advice[name] = _advice(arithmetic)
     if advice:
-        text = "; ".join(f"{name} ({words})" for name, words in advice.items())
-        return Finding("arithmetic", OTHER, f"{text}; here {_name_of(current)}")
+        text = "; ".join(f"the run used {name} ({words})" for name, words in advice.items())
+        return Finding("arithmetic", OTHER, f"{text}; here it is {_name_of(current)}")
     return Finding("arithmetic", EQUAL, ", ".join(names))
 
 
@@ -170,10 +171,10 @@ def _name_of(arithmetic):
 
 def _advice(arithmetic):
     if arithmetic["device"] != "cpu":
-        return "--device gpu on a GPU of this type"
+        return "replay it with --device gpu on a GPU of this type"
     if arithmetic_class(arithmetic) == SAME_BYTES:
-        return "a CPU with AVX2, AVX-512 or AArch64, --device cpu, without MPIDL_CPU"
-    return f"--device cpu with MPIDL_CPU={arithmetic['kernels']}"
+        return "replay it with --device cpu, without MPIDL_CPU, on AVX2, AVX-512 or AArch64"
+    return f"replay it with --device cpu and MPIDL_CPU={arithmetic['kernels']}"
 
 
 def check_model(certificate: Certificate, folder: str) -> Finding:
@@ -181,7 +182,7 @@ def check_model(certificate: Certificate, folder: str) -> Finding:
     path, expected = os.path.join(folder, MODEL), certificate.subjects.get(MODEL)
     if not os.path.lexists(path):
         text = "the certificate names no model.h5" if expected is None else f"there is no {path}"
-        return Finding("model", NONE, text)
+        return Finding("model", UNCHECKED, text)
     name, weights, sha256 = printable(path), certificate.end["weights"], sha256_of_file(path)
     try:
         tables, attributes = model_file.read(path)
@@ -277,7 +278,8 @@ def check_checkpoints(
         text = f"{len(points)}, of iterations {_shortened(sorted(points))}{rest}"
         findings.append(Finding("checkpoints", EQUAL, text))
     elif not findings:
-        findings.append(Finding("checkpoints", NONE, f"the certificate covers none{rest}"))
+        text = f"there are none to start replays from{rest}"
+        findings.append(Finding("checkpoints", UNCHECKED, text))
     return findings, [points[iteration] for iteration in sorted(points)]
 
 
@@ -332,7 +334,7 @@ def read_manifest(certificate: Certificate, folder: str) -> Manifest:
     path, sets = os.path.join(folder, MANIFEST), sets_of(certificate)
     if not os.path.lexists(path):
         text = f"there is no {printable(path)}, which would name images that differ"
-        return Manifest({}, Finding("manifest", NONE, text))
+        return Manifest({}, Finding("manifest", UNCHECKED, text))
     try:
         digest = sha256_of_file(path)
         if digest != certificate.manifest:
@@ -424,9 +426,9 @@ def check_weights(certificate: Certificate, path: str) -> Finding:
 
 
 def check_starts(certificate: Certificate) -> list[Finding]:
-    """Check that all starts name the same images, network, optimizer and weights."""
+    """Check that all starts name the same images, network, optimizer, weights and sweep."""
     subjects = {"data": "data", "network": "network", "optimizer": "network"}
-    subjects |= {"weights": "initial weights", "inputs": "options", "sweep": "options"}
+    subjects |= {"weights": "initial weights", "sweep": "options"}
     first, *later = certificate.of_kind(START)
     return [
         Finding(
@@ -451,7 +453,7 @@ def check_initial_weights(certificate: Certificate, net: Network, source: str) -
     """Compare the weights of a new network with the first state. `source` says what gave them."""
     subject, first = "initial weights", certificate.of_kind(STATE)[0]["tables"]
     if net.unwhitened:
-        return Finding(subject, NONE, "computed from the images: see the state of iteration 0")
+        return Finding(subject, UNCHECKED, "computed from the images: see the state of iteration 0")
     tables = {"learnables": net.parameters, "state": net.state}
     for table, arrays in tables.items():
         arrays = {name: np.asarray(array) for name, array in arrays.items()}

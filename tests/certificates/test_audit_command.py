@@ -62,7 +62,7 @@ def audit_files(folder, *words, signers=True):
 def test_an_honest_run_is_equal(honest):
     result = audit_files(honest)
     assert (result.code, result.differing) == (0, []), result.lines
-    verdicts = {line.split("  ")[0]: line[22:].split()[0] for line in result.lines[:-1]}
+    verdicts = {line.split("  ")[0]: line[22:].split()[0] for line in result.lines[:-2]}
     segments = [f"iterations {a}-{b}" for a, b in ((0, 4), (4, 8), (8, 12), (12, 15))]
     subjects = "certificate signature software arithmetic model options checkpoints data network"
     names = [*subjects.split(), "initial weights", *segments, "test"]
@@ -70,6 +70,9 @@ def test_an_honest_run_is_equal(honest):
     assert result.rows("signature")[0][1].startswith(f"{SIGNER} (ED25519 SHA256:")
     (checkpoints,) = result.rows("checkpoints")
     assert checkpoints == ("equal", "5, of iterations 0, 4, 8, 12, 15")
+    statement = json.loads((honest / "run" / "certificate.json").read_text())
+    head = f"head: {statement['predicate']['head']}"
+    assert result.lines[-2:] == [head, "equal: nothing differs, 15 of 15 iterations were replayed"]
 
 
 # Tampering with the images.
@@ -137,7 +140,7 @@ def test_other_images_are_named(files, kind):
     result = audit_files(files)
     assert (result.code, result.differing) == (1, ["data"]), result.lines
     assert any(v == "DIFFERENT" and text in line for v, line in result.rows("data")), result.lines
-    assert result.rows("iterations") == [("none", "not replayed, because the data differ")]
+    assert result.rows("iterations") == [("unchecked", "not replayed, because the data differ")]
 
 
 def test_other_test_images_do_not_prevent_replays(files):
@@ -742,7 +745,10 @@ def test_other_kernels(honest, tmp_path, build):
     shutil.copy(honest / "set.npz", folder)
     result = audit_files(folder, signers=False)
     (arithmetic,) = result.rows("arithmetic")
-    assert arithmetic[0] == "other" and f"(--device cpu with MPIDL_CPU={build})" in arithmetic[1]
+    assert (
+        arithmetic[0] == "other"
+        and f"replay it with --device cpu and MPIDL_CPU={build})" in arithmetic[1]
+    )
     assert_differs(result, "iterations 0-4", "cause: the arithmetic of this machine")
     current = sources.arithmetic(dl.World())
     forge(folder, put(current, 0, "arithmetic"))
@@ -803,9 +809,9 @@ def test_the_certificate_alone(honest, tmp_path):
     result = audit(tmp_path / "certificate.json", honest / "set.npz")
     assert result.code == 0, result.lines
     for subject in ("signature", "model", "checkpoints", "manifest"):
-        assert result.rows(subject)[0][0] == "none"
+        assert result.rows(subject)[0][0] == "unchecked"
     assert result.rows("iterations 0-15")[0][0] == "equal"
-    assert result.lines[-1].endswith("; not checked: signature, model, checkpoints, manifest")
+    assert result.lines[-1].endswith("; unchecked: signature, model, checkpoints, manifest")
     result = audit(
         tmp_path / "certificate.json", honest / "set.npz", "--checkpoints", honest / "run"
     )
