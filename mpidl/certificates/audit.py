@@ -390,8 +390,7 @@ class Auditor:
                 self.report(finding)
 
             stops = [segment[1] for segment in group]
-            comparison = Comparison(self.certificate, stops, passed)
-            difference = self._run(replay, point, comparison, group)
+            difference = self._run(replay, point, stops, passed)
             agreed = self.world.broadcast(reported)
             self.findings += agreed
             self.replayed += sum(last - first for first, last in group[: len(agreed)])
@@ -403,9 +402,13 @@ class Auditor:
             self.add(Finding(_name(failed), DIFFERENT, self._explained(difference)))
             group = [s for s in group if s[0] >= failed[1] and s != failed]
 
-    def _run(self, replay, point, comparison, group):
-        name = _name((group[0][0], group[-1][1]))
-        with self.console.stage(f"replay of {name}"):
+    def _run(self, replay, point, stops, passed):
+        first, last = point.iteration, stops[-1]
+        name, count = f"replay of {_name((first, last))}", last - first
+        with self.console.stage(name, count, "iterations") as advance:
+            comparison = Comparison(
+                self.certificate, stops, passed, lambda iteration: advance(iteration - first)
+            )
             difference = replay.run(point, comparison)
         if replay.stopped is not None:
             raise Stopped(f"{replay.stopped}: the audit was stopped")

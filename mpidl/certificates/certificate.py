@@ -133,6 +133,10 @@ def read(path: str | os.PathLike[str]) -> Certificate:
     try:
         with open_for_reading(path) as file:
             content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError as error:
+        hint = "; train --certify writes one, a sweep one per trial"
+        is_folder = os.path.basename(path) == FILE and os.path.isdir(os.path.dirname(path) or ".")
+        raise UserError(f"{unreadable(path, error)}{hint if is_folder else ''}") from None
     except OSError as error:
         raise unreadable(path, error) from None
     if len(content) > MAX_BYTES:

@@ -124,7 +124,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console_line(console: Console, finding: Finding) -> None:
     """Print a finding to stdout, above the progress on stderr. A terminal gets short lines."""
-    console.close()
     width, lines = terminal_width(sys.stdout), [str(finding)]
     if width:
         indent = " " * (checks.SUBJECT_COLUMNS + 2)
@@ -135,7 +134,8 @@ def console_line(console: Console, finding: Finding) -> None:
             break_long_words=False,
             break_on_hyphens=False,
         )
-    print(*lines, sep="\n", flush=True)
+    with console.hidden():
+        print(*lines, sep="\n", flush=True)
 
 
 class Command:
@@ -269,6 +269,9 @@ def _need_sets(certificate, values):
     needs = {"data": True, "validation_data": data["validation"] is not None and not has_own}
     for name, is_needed in needs.items():
         if is_needed and name not in values:
+            purpose = {"data": "train", "validation_data": "validation"}[name]
+            count = data[purpose]["images"]
             raise UserError(
-                f"{flag(name)}: expected the images of the run, which a certificate does not name"
+                f"{flag(name)}: expected the images of the run ({purpose}: {count}), whose place a "
+                "certificate does not name"
             )

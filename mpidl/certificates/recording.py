@@ -248,6 +248,9 @@ class Recorder:
 
         with trainer.console.stage("certificate"):
             trainer.writer.write(write)
+        signed = "not signed" if trainer.options.certify_key is None else "signed"
+        path = os.path.join(_folder(trainer), certificate.FILE)
+        trainer.console.certificate(path, signed)
 
     def _end(self, test):
         """Return the last link, in which the images of the test are missing."""

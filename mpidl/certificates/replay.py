@@ -267,6 +267,8 @@ class Comparison:
         Iterations of states, in order. The replay ends with the last one.
     passed : callable
         Function that rank 0 calls with each of `stops` that the replay has reached.
+    trained : callable
+        Function that is called with each iteration.
 
     Attributes
     ----------
@@ -283,13 +285,14 @@ class Comparison:
         certificate: Certificate,
         stops: Sequence[int],
         passed: Callable[[int], object] = lambda iteration: None,
+        trained: Callable[[int], object] = lambda iteration: None,
     ) -> None:
         self.states = {link["iteration"]: link for link in certificate.of_kind(STATE)}
         self.validations = {link["iteration"]: link for link in certificate.of_kind(VALIDATION)}
         self.end_link = certificate.end
         self.loss = certificate.of_kind(START)[0]["network"]["loss"]
         self.intervals = [(s["iteration"], _intervals(s)) for s in certificate.of_kind(START)]
-        self.stops, self.passed = list(stops), passed
+        self.stops, self.passed, self.trained = list(stops), passed, trained
         self.part_end, self.is_last_part = self.stops[-1], True
         self.difference: Difference | None = None
         self.handover: tuple[Arrays, dict[str, Any]] | None = None
@@ -324,6 +327,7 @@ class Comparison:
 
     def iteration(self, trainer: Trainer, result: StepResult) -> None:
         self.losses[result.info.iteration] = metrics.number(result.loss)
+        self.trained(result.info.iteration)
 
     def step(self, trainer: Trainer) -> None:
         if not trainer.at_epoch_end:

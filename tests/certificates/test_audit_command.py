@@ -852,5 +852,5 @@ def test_unusable_arguments(honest, words, text):
 
 
 def test_images_that_a_certificate_does_not_name(honest):
-    with pytest.raises(UserError, match="--data: expected the images of the run"):
+    with pytest.raises(UserError, match=r"--data: expected the images of the run \(train: 66\)"):
         audit(honest / "run", None)
