@@ -42,6 +42,7 @@ from mpidl.ranks.world import World
 from mpidl.report import Console, metrics
 from mpidl.text import name_list, printable
 from mpidl.training.files.folder_lock import FolderLock
+from mpidl.training.optimizers.chain import AVERAGE
 from mpidl.training.optimizers.checks import CustomOptimizer, optimizer_spec
 from mpidl.training.options.training_options import OPTIONS, TrainingOptions
 from mpidl.training.schedules import rate_of
@@ -100,7 +101,9 @@ class Audit(NamedTuple):
         if self.differing:
             return f"{DIFFERENT}: {name_list(self.differing)}"
         count = f"{self.replayed} of {self.iterations} iterations"
-        return f"{EQUAL}: nothing differs, {count} were replayed"
+        text = f"{EQUAL}: nothing differs, {count} were replayed"
+        unchecked = dict.fromkeys(f.subject for f in self.findings if f.verdict == UNCHECKED)
+        return text + (f"; unchecked: {name_list([*unchecked])}" if unchecked else "")
 
     def __str__(self) -> str:
         return "\n".join([*map(str, self.findings), f"head: {self.head}", self.conclusion])
@@ -171,7 +174,7 @@ class Auditor:
         self._check(checks.check_software, certificate)
         self._check(checks.check_model, certificate, self.folder)
         self._check(checks.check_options, certificate, options)
-        self.add(*checks.check_hooks(certificate))
+        self.add(*checks.check_starts(certificate), *checks.check_hooks(certificate))
 
     def check_arithmetic(self) -> None:
         """Compare what the run computed with, and what the ranks compute with."""
@@ -248,15 +251,18 @@ class Auditor:
         self, material: Material, source: str, test: Datastore | None, salt: str | None
     ) -> None:
         """Compare the images and the network of a material with those of the run."""
-        start = self.certificate.of_kind(START)[-1]
-        options = options_of(self.certificate, start, material.replaced)
-        train, options = held_out(material.train, options)
+        train, options = self._options(self.certificate.of_kind(START)[-1], material)
         with FolderLock(self.world) as lock:  # choose the device
             Session(self.world, lock).use_options(options, SILENT)
         self.check_arithmetic()
         sets = {"train": train, "validation": options.validation, "test": test}
         self.check_data(sets, options, self.read_salt(salt))
         self.check_network(material.network(), source)
+
+    def _options(self, start, material):
+        """Return the images to train on, and the options of a start."""
+        options = options_of(self.certificate, start, material.replaced)
+        return held_out(material.train, options)
 
     def check_weights(self, path: str) -> None:
         """Compare the file of weights that the run began with."""
@@ -285,6 +291,8 @@ class Auditor:
             last = self.findings[-1]
             if last.verdict == EQUAL:
                 self._test(replay.net, material, signals, test)
+        if selected[-1][1] < end:
+            self.add(Finding("results", UNCHECKED, "the end of the run was not replayed"))
 
     def _reason_to_skip(self):
         if self.certificate.disorder is not None:
@@ -304,15 +312,17 @@ class Auditor:
         candidates = segments.all_segments(starts, self.certificate.end["iteration"])
         if not selection.is_part():
             return candidates
-        selected = {candidates[-1]}  # so the end follows from the state before it
-        count = len(candidates)
+        # The end follows from the last segment, and the returned network from a validation.
+        returned, count = self.certificate.end["returned_iteration"], len(candidates)
+        selected = {candidates[-1], *(s for s in candidates if s[0] < returned <= s[1])}
         if selection.sample is not None:
             seed = selection.seed
             if seed is None:
                 seed = self.world.broadcast(secrets.randbits(63))
             drawn = segments.draw(candidates, selection.sample, seed)
             text = f"{len(drawn)} of {count} segments, drawn by --seed {seed}"
-            text += "" if selected <= drawn else ", and the last one"
+            added = len(selected - drawn)
+            text += f", and {added} in which the result was formed" if added else ""
             self.add(Finding("sample", EQUAL, text))
             selected |= drawn
         if selection.largest is not None:
@@ -321,30 +331,40 @@ class Auditor:
                 self.world, lambda: self._farthest(before_last, selection.largest, material)
             )
             text = f"{len(largest)} of {count} segments, in which the weights moved farthest"
-            self.add(Finding("largest", EQUAL, f"{text}, and the last one"))
-            selected |= largest
+            text += ", those before them, and those in which the result was formed"
+            self.add(Finding("largest", EQUAL, text))
+            # A forged momentum moves the weights in the next segment.
+            begins = {first for first, _ in largest}
+            selected |= largest | {s for s in candidates if s[1] in begins}
         return sorted(selected)
 
     def _farthest(self, candidates, count, material):
         """Return segments with large distances, by the checkpoints. Only rank 0 calls this."""
         points = {point.iteration: point.path for point in self.points}
-        start = self.certificate.of_kind(START)[-1]
-        options = options_of(self.certificate, start, material.replaced)
-        images, options = held_out(material.train, options)
+        starts = {start["iteration"]: start for start in self.certificate.of_kind(START)}
+        all_options = {n: self._options(start, material)[1] for n, start in starts.items()}
+        images, options = self._options(starts[max(starts)], material)
         full, rest = divmod(epoch_images(images, options.sampling), options.batch_size)
         per_epoch = max(full + (rest > 0 and options.partial_minibatch == "return"), 1)
 
-        def learnables_at(iteration):
+        def weights_at(iteration):
             path = points.get(iteration)
-            if path is None:
-                return material.network().parameters if iteration == 0 else None
-            loaded = load_covered(path, self.certificate)
-            return None if loaded is None else loaded.arrays["learnables"]
+            if path is None and iteration:
+                return None
+            learnables, averages = material.network().parameters, {}
+            if path is not None:
+                if (loaded := load_covered(path, self.certificate)) is None:
+                    return None
+                learnables, averages = loaded.arrays["learnables"], loaded.arrays["optimizer"]
+            # The run may return an average of the weights, which begins with them.
+            copies = {f"{AVERAGE}.{name}": array for name, array in learnables.items()}
+            return {**learnables, **{n: averages.get(n, array) for n, array in copies.items()}}
 
         def rate(iteration):
+            options = all_options[max(n for n in starts if n < iteration)]
             return rate_of(options, (iteration - 1) // per_epoch + 1, iteration, per_epoch)
 
-        return segments.farthest(candidates, count, learnables_at, rate)
+        return segments.farthest(candidates, count, weights_at, rate)
 
     def _replay_group(self, replay, group):
         """Replay adjacent segments at once; after a difference, go on from the next point."""
@@ -375,6 +395,8 @@ class Auditor:
             self.findings += agreed
             self.replayed += sum(last - first for first, last in group[: len(agreed)])
             if difference is None:
+                for segment in group[len(agreed) :]:
+                    self.add(Finding(_name(segment), DIFFERENT, "the replay ended before its end"))
                 return
             failed = next(s for s in group if s[1] >= min(difference.iteration, stops[-1]))
             self.add(Finding(_name(failed), DIFFERENT, self._explained(difference)))
@@ -436,9 +458,7 @@ class Auditor:
         if test is None:
             self.add(Finding("test", UNCHECKED, "there are no test images"))
             return
-        start = self.certificate.of_kind(START)[-1]
-        options = options_of(self.certificate, start, material.replaced)
-        train, options = held_out(material.train, options)
+        train, options = self._options(self.certificate.of_kind(START)[-1], material)
         with self.console.stage("test", len(test)) as advance:
             scores = evaluate(
                 net,
@@ -560,6 +580,7 @@ def audit(
     auditor.check_checkpoints(_path(checkpoints))
     if datastore is None:
         auditor.check_arithmetic()
+        auditor.add(Finding("iterations", UNCHECKED, "not replayed, because there are no images"))
         return auditor.result
     material, source = _material(auditor, datastore, options, net, optimizer, layers)
     tested = None if test is None else as_datastore(test, "test")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpidl import numerics
+from mpidl.certificates import certificate as certificates
 from mpidl.certificates import (
     differences,
     images,
@@ -121,6 +122,9 @@ def check_software(certificate: Certificate) -> Finding:
             )
             text += f"mpidl {software['mpidl']}, or another with numerics {software['numerics']}"
             return Finding(subject, DIFFERENT, text)
+        if software["sources"] == current["sources"] and software["mpidl"] != current["mpidl"]:
+            text = f"{name}; its sources are those of mpidl {current['mpidl']}"
+            return Finding(subject, DIFFERENT, text)
         names[software["sources"]] = name
     text = ", ".join(dict.fromkeys(names.values()))
     if set(names) == {current["sources"]}:
@@ -174,25 +178,45 @@ def _advice(arithmetic):
 
 
 def check_model(certificate: Certificate, folder: str) -> Finding:
-    """Compare the file of the trained network with the subject of the certificate."""
+    """Compare the file of the trained network, whether the certificate names it or not."""
     path, expected = os.path.join(folder, MODEL), certificate.subjects.get(MODEL)
-    if expected is None or not os.path.lexists(path):
+    if not os.path.lexists(path):
         text = "the certificate names no model.h5" if expected is None else f"there is no {path}"
         return Finding("model", UNCHECKED, text)
-    if sha256_of_file(path) == expected:
-        return Finding("model", EQUAL, f"{printable(path)}, sha256 {short(expected)}")
-    name, weights = printable(path), certificate.end["weights"]
+    name, weights, sha256 = printable(path), certificate.end["weights"], sha256_of_file(path)
     try:
-        tables, _ = model_file.read(path)
+        tables, attributes = model_file.read(path)
         learnables, state = (tables.get(table, {}) for table in ("learnables", "state"))
         digest = model_file.sha256_of(learnables, state)
-    except (model_file.Torn, TypeError, ValueError) as error:
+        problem = _changed_model(certificate, tables, model_file.described(attributes))
+    except (model_file.Torn, KeyError, TypeError, ValueError) as error:
         return Finding("model", DIFFERENT, f"{name}: {error}")
-    if digest == weights:
-        text = f"{name}: the weights are those of the certificate, but the file is another one"
-    else:
-        text = f"{name}: weights_sha256 is {digest}, in the certificate it is {weights}"
-    return Finding("model", DIFFERENT, text)
+    if digest != weights:
+        problem = f"weights_sha256 is {digest}, in the certificate it is {weights}"
+    elif problem is None and expected not in (None, sha256):
+        problem = "the weights are those of the certificate, but the file is another one"
+    if problem is not None:
+        return Finding("model", DIFFERENT, f"{name}: {problem}")
+    return Finding("model", EQUAL, f"{name}, sha256 {short(sha256)}")
+
+
+def _changed_model(certificate, tables, description):
+    """Return what a file of a network says of the network that is not so, or None."""
+    start = certificate.of_kind(START)[-1]
+    recorded = {**start["network"], "classes": start["data"]["train"]["classes"]}
+    found = recording.plain(description)
+    saved = {"layers": found["network"], "loss": found.get("loss")}
+    saved |= {"input_shape": found["input_shape"], "classes": found["classes"]}
+    problem = _changed_layers(certificate, saved["layers"])
+    for key in ("input_shape", "loss", "classes"):
+        if saved[key] != recorded[key]:
+            problem = problem or f"{key} is {saved[key]}, was {recorded[key]}"
+    # The arrays of the normalization are in all states.
+    name, normalization = "normalization", tables.get("normalization", {})
+    digest = states.table_digest(name, normalization) if normalization else None
+    if digest != certificate.of_kind(STATE)[-1]["tables"].get(name):
+        problem = problem or "the normalization is not that of the last state"
+    return problem
 
 
 def check_options(certificate: Certificate, options: Mapping[str, str] | None) -> Finding:
@@ -392,10 +416,30 @@ def check_weights(certificate: Certificate, path: str) -> Finding:
     if expected is None:
         return Finding("initial weights", EQUAL, f"{text}; the file had no certificate")
     other = os.path.join(os.path.dirname(path), FILE)
-    text += f", whose certificate has sha256 {short(expected)}"
-    if os.path.lexists(other) and sha256_of_file(other) == expected:
-        text += f": {printable(other)}"
-    return Finding("initial weights", EQUAL, text)
+    if not os.path.lexists(other) or sha256_of_file(other) != expected:
+        text += f"; its certificate, with sha256 {short(expected)}, is not beside it"
+        return Finding("initial weights", EQUAL, text)
+    if digest not in certificates.read(other).subjects.values():
+        text = f"{name}: {printable(other)} is the certificate of another file"
+        return Finding("initial weights", DIFFERENT, text)
+    return Finding("initial weights", EQUAL, f"{text}; its certificate is {printable(other)}")
+
+
+def check_starts(certificate: Certificate) -> list[Finding]:
+    """Check that all starts name the same images, network, optimizer, weights and sweep."""
+    subjects = {"data": "data", "network": "network", "optimizer": "network"}
+    subjects |= {"weights": "initial weights", "sweep": "options"}
+    first, *later = certificate.of_kind(START)
+    return [
+        Finding(
+            subjects[key],
+            DIFFERENT,
+            f"the start at iteration {start['iteration']} has another entry {key} than the first",
+        )
+        for start in later
+        for key in subjects
+        if start[key] != first[key]
+    ]
 
 
 def check_hooks(certificate: Certificate) -> list[Finding]:

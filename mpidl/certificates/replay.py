@@ -20,6 +20,7 @@ from mpidl import numerics
 from mpidl.certificates import settings, states
 from mpidl.certificates.certificate import Certificate
 from mpidl.certificates.chain import START, STATE, VALIDATION, Link
+from mpidl.certificates.recording import plain
 from mpidl.errors import Fault, NotFinite, UserError
 from mpidl.evaluation.validation import BEST, held_out
 from mpidl.files import on_rank_0
@@ -32,6 +33,7 @@ from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.files.resume_changes import resumable
 from mpidl.training.optimizers.checks import optimizer_spec
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, EpochSummary, Position
+from mpidl.training.rollback import PREFIX
 from mpidl.training.session import Session
 
 if TYPE_CHECKING:
@@ -136,6 +138,8 @@ class Checkpoint(NamedTuple):
 def load_covered(path: str, certificate: Certificate) -> Checkpoint | None:
     """Load a checkpoint, or return None if the certificate has no state of its iteration.
 
+    A state to which the run may roll back must be one of the certificate too.
+
     Raises
     ------
     UserError
@@ -145,27 +149,41 @@ def load_covered(path: str, certificate: Certificate) -> Checkpoint | None:
     try:
         arrays, attributes = model_file.read(path)
         facts = checkpoint.facts_of(attributes)
-        position = _position_of(facts["position"])
-        progress = states.progress_digest(position)
-        if missing := [table for table in TABLES if table not in arrays]:
-            raise ValueError(f"it has no {', '.join(missing)}")
+        saved = [(facts, {t: a for t, a in arrays.items() if not t.startswith(PREFIX)})]
+        if len(saved[0][1]) < len(arrays):
+            kept = {t.removeprefix(PREFIX): a for t, a in arrays.items() if t.startswith(PREFIX)}
+            saved.append((facts["rollback"], kept))
+        positions = [_position_of(facts["position"]) for facts, _ in saved]
+        for _, tables in saved:
+            if missing := [table for table in TABLES if table not in tables]:
+                raise ValueError(f"it has no {', '.join(missing)}")
     except (model_file.Torn, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{name}: expected a checkpoint: {error}") from None
     links = {link["iteration"]: link for link in certificate.of_kind(STATE)}
-    link = links.get(position.iteration)
-    if link is None:
+    if not all(position.iteration in links for position in positions):
         return None
-    differing = _differing(link["tables"], states.table_digests(arrays))
-    differing += ["progress"] if progress != link["progress"] else []
-    validations = _validations_before(certificate, position.iteration, facts)
-    best = {table: states.table_digest(table, arrays[table]) for table in BEST if table in arrays}
-    differing += _differing(validations[-1]["best"] if validations else {}, best)
+    differing = _differing(links[positions[0].iteration]["tables"], states.table_digests(arrays))
+    covered = []
+    for (facts, tables), position in zip(saved, positions, strict=True):
+        link = links[position.iteration]
+        validations = _validations_before(certificate, position.iteration, facts)
+        best = {t: states.table_digest(t, tables[t]) for t in BEST if t in tables}
+        problems = _differing(validations[-1]["best"] if validations else {}, best)
+        if covered:  # a rollback sets the number of rollbacks anew
+            position = replace(position, rollbacks=link["rollbacks"])
+            digests = {t: states.table_digest(t, tables[t]) for t in TABLES}
+            problems += _differing({t: link["tables"].get(t) for t in TABLES}, digests)
+            problems = [PREFIX + table for table in problems]
+        if states.progress_digest(position) != link["progress"]:
+            problems.append("progress")
+        differing += problems
+        seconds, validation = {"seconds": 0.0}, _validation_facts(validations, facts)
+        covered.append({"position": asdict(position) | seconds, "validation": validation})
     if differing:
-        text = f"{', '.join(differing)} differ from the state of iteration {position.iteration}"
-        raise UserError(f"{name}: {text}")
-    validation = _validation_facts(validations, facts)
-    covered = {"position": asdict(position) | {"seconds": 0.0}, "validation": validation}
-    return Checkpoint(arrays, covered | _rollback_facts(facts), facts)
+        text = f"{', '.join(differing)} differ from the state of iteration"
+        raise UserError(f"{name}: {text} {positions[0].iteration}")
+    rollback = {"rollback": covered[1]} if len(covered) > 1 else {}
+    return Checkpoint(arrays, covered[0] | rollback, saved[0][0])
 
 
 def _position_of(values):
@@ -272,6 +290,7 @@ class Comparison:
         self.states = {link["iteration"]: link for link in certificate.of_kind(STATE)}
         self.validations = {link["iteration"]: link for link in certificate.of_kind(VALIDATION)}
         self.end_link = certificate.end
+        self.loss = certificate.of_kind(START)[0]["network"]["loss"]
         self.intervals = [(s["iteration"], _intervals(s)) for s in certificate.of_kind(START)]
         self.stops, self.passed, self.trained = list(stops), passed, trained
         self.part_end, self.is_last_part = self.stops[-1], True
@@ -298,6 +317,8 @@ class Comparison:
         if position.batch > count:
             text = f"mini-batch {position.batch} of epoch {position.epoch}, which has {count}"
             raise Unreachable(f"the state is after {text}")
+        if (loss := plain(trainer.net.loss)) != self.loss:
+            raise Unreachable(f"the loss of the network is {loss}, was {self.loss}")
         trainer.writer.listeners.append(lambda record: self._validated(trainer, record))
         if trainer.position.iteration == 0:
             self._reach(trainer)
@@ -319,7 +340,7 @@ class Comparison:
         iteration, last = trainer.position.iteration, self.stops[-1]
         if trainer.world.rank or trainer.stopped not in COMPLETE or self.difference is not None:
             return
-        if self.is_to_the_end and iteration == last:
+        if self.is_to_the_end and iteration == last and self._missing is None:
             self._compare_end(trainer)
             if self.difference is None:
                 self.passed(last)
@@ -596,13 +617,3 @@ def _validation_facts(links, facts):
         loss = float("nan") if last["loss"] is None else last["loss"]
         state |= {"last": [last["accuracy"], loss, 0], "at": last["iteration"]}
     return state
-
-
-def _rollback_facts(facts):
-    """Return the facts of the state to which a run rolls back, if the checkpoint has one."""
-    try:
-        saved = facts["rollback"]
-        position = asdict(_position_of(saved["position"]))
-        return {"rollback": {"position": position, "validation": saved["validation"]}}
-    except (KeyError, TypeError, ValueError):
-        return {}

@@ -113,7 +113,9 @@ def test_sampled_segments(world, out):
     new = audit(world, out, sample=2)
     text = world.gather(text_of(new, "sample"))
     assert text is None or len(set(text)) == 1  # all ranks drew the same segments
-    assert [f.subject for f in audit(world, out, steps=(5, 5)).findings][-1] == "iterations 4-6"
+    result = audit(world, out, steps=(5, 5))
+    assert [f.subject for f in result.findings][-2:] == ["iterations 4-6", "results"]
+    assert "2 of 12 iterations were replayed; unchecked: " in result.conclusion
 
 
 class Jump:
@@ -138,7 +140,7 @@ def test_a_jump_is_in_the_segment_with_the_largest_distance(world, out, options)
     assert text.startswith("from iteration 6 on: the loss is ")
     assert text.endswith(", or the hooks of the run changed it")
     names = [f.subject for f in result.findings if f.subject.startswith("iterations")]
-    assert len(names) == 2  # the other one is the last
+    assert len(names) == 3  # the others are the one before, and the last
     assert verdicts(audit(world, out, largest=9))["iterations 0-4"] == "equal"
 
 
