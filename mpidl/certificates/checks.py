@@ -374,7 +374,9 @@ def check_images(
     problems = [f"{key} is {current[key]}, was {described[key]}" for key in keys] + problems
     if problems:
         return Finding("data", DIFFERENT, f"{name}: {name_list(problems)}")
-    return Finding("data", EQUAL, f"{name}: {len(store)} images, root {short(current['root'])}")
+    skipped = int((~digests.any(axis=1)).sum())
+    text = f"{len(store)} images" + (f", {skipped} of them unreadable" if skipped else "")
+    return Finding("data", EQUAL, f"{name}: {text}, root {short(current['root'])}")
 
 
 def _changed_layers(certificate: Certificate, layers: Any) -> str | None:

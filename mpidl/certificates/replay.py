@@ -461,7 +461,7 @@ class Comparison:
     def _validated(self, trainer, record):
         if record["kind"] != "validation" or trainer.world.rank:
             return
-        best = self._best.of(trainer.validation.best)
+        best = self._best.digests_of(trainer.validation.best)
         scores = {name: metrics.number(record[name]) for name in ("loss", "accuracy")}
         self.scores[record["iteration"]] = {**scores, "best": best}
 
