@@ -204,9 +204,9 @@ def _changed_model(certificate, tables, description):
     """Return what a file of a network says of the network that is not so, or None."""
     start = certificate.of_kind(START)[-1]
     recorded = {**start["network"], "classes": start["data"]["train"]["classes"]}
-    found = recording.plain(description)
-    saved = {"layers": found["network"], "loss": found.get("loss")}
-    saved |= {"input_shape": found["input_shape"], "classes": found["classes"]}
+    values = recording.plain(description)
+    saved = {"layers": values["network"], "loss": values.get("loss")}
+    saved |= {"input_shape": values["input_shape"], "classes": values["classes"]}
     problem = _changed_layers(certificate, saved["layers"])
     for key in ("input_shape", "loss", "classes"):
         if saved[key] != recorded[key]:
@@ -374,7 +374,9 @@ def check_images(
     problems = [f"{key} is {current[key]}, was {described[key]}" for key in keys] + problems
     if problems:
         return Finding("data", DIFFERENT, f"{name}: {name_list(problems)}")
-    return Finding("data", EQUAL, f"{name}: {len(store)} images, root {short(current['root'])}")
+    skipped = int((~digests.any(axis=1)).sum())
+    text = f"{len(store)} images" + (f", {skipped} of them unreadable" if skipped else "")
+    return Finding("data", EQUAL, f"{name}: {text}, root {short(current['root'])}")
 
 
 def _changed_layers(certificate: Certificate, layers: Any) -> str | None:

@@ -208,7 +208,7 @@ class Recorder:
         if record["kind"] != "validation":
             return
         is_first = self._trainer.world.rank == 0
-        best = self._best.of(self._trainer.validation.best) if is_first else {}
+        best = self._best.digests_of(self._trainer.validation.best) if is_first else {}
         scores = {name: metrics.number(record[name]) for name in ("loss", "accuracy")}
         position = {"kind": chain.PREFIX + chain.VALIDATION, "iteration": record["iteration"]}
         self._add({**position, **scores, "best": best})

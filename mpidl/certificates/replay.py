@@ -151,8 +151,8 @@ def load_covered(path: str, certificate: Certificate) -> Checkpoint | None:
         facts = checkpoint.facts_of(attributes)
         saved = [(facts, {t: a for t, a in arrays.items() if not t.startswith(PREFIX)})]
         if len(saved[0][1]) < len(arrays):
-            kept = {t.removeprefix(PREFIX): a for t, a in arrays.items() if t.startswith(PREFIX)}
-            saved.append((facts["rollback"], kept))
+            earlier = {t.removeprefix(PREFIX): a for t, a in arrays.items() if t.startswith(PREFIX)}
+            saved.append((facts["rollback"], earlier))
         positions = [_position_of(facts["position"]) for facts, _ in saved]
         for _, tables in saved:
             if missing := [table for table in TABLES if table not in tables]:
@@ -461,7 +461,7 @@ class Comparison:
     def _validated(self, trainer, record):
         if record["kind"] != "validation" or trainer.world.rank:
             return
-        best = self._best.of(trainer.validation.best)
+        best = self._best.digests_of(trainer.validation.best)
         scores = {name: metrics.number(record[name]) for name in ("loss", "accuracy")}
         self.scores[record["iteration"]] = {**scores, "best": best}
 
