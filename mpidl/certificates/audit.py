@@ -541,9 +541,9 @@ def audit(
     steps : str or (int, int), optional
         The iterations to replay, such as ``"400:450"``. The default is all iterations.
     sample : int, optional
-        Number of segments to draw and replay, and also the last one. A segment is between two
-        states from which a replay can start: checkpoints that the certificate covers, and the
-        initial state.
+        Number of segments to draw and replay, in addition to those in which the result was formed.
+        A segment is between two states from which a replay can start: checkpoints that the
+        certificate covers, and the initial state.
     seed : int, optional
         Seed of this drawing. The default is a new seed.
     largest : int, optional
@@ -552,7 +552,7 @@ def audit(
         File with the salt of the digests of the images. The default is certificate-salt.txt beside
         the certificate.
     signers : path, optional
-        File with the names and keys of those who may sign, as ssh-keygen reads it.
+        A public key that may sign, or ssh-keygen's list of allowed signers.
     checkpoints : path, optional
         Folder with the checkpoints of the run. The default is the folder of the certificate.
     world : World, optional

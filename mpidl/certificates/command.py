@@ -61,15 +61,15 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.text("--steps", "A:B", "Replay these iterations; default: all iterations")
     parser.number(
         "--sample",
-        "Replay K segments, drawn at random, and the last one. A segment is between two states "
-        "from which a replay can start (train --checkpoint-keep)",
+        "Replay K segments, drawn at random, and those in which the result was formed. A segment "
+        "is between two states from which a replay can start (train --checkpoint-keep)",
         metavar="K",
     )
     parser.text("--seed", "N", "Seed of --sample; default: a new seed, which is printed", type=SEED)
     parser.number(
         "--largest",
-        "Replay the K segments in which the weights moved farthest for their learning rates, and "
-        "the last one",
+        "Replay the K segments in which the weights moved farthest for their learning rates, those "
+        "before them, and those in which the result was formed",
         metavar="K",
     )
     parser.add_options(
