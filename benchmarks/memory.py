@@ -108,7 +108,7 @@ def train(world: World, steps: int, warm_up: int) -> list[tuple[int, int]]:
         validation_fraction=0.02,
         validation_frequency=500,
         checkpoint_every=300,
-        audit_every=100,
+        compare_ranks_every=100,
         batchnorm_statistics="moving",
         verbose="off",
         verbose_every=0,

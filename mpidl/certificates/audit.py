@@ -17,11 +17,11 @@ from mpidl.certificates import certificate as certificates
 from mpidl.certificates import checks, images, recording, segments, settings, sources
 from mpidl.certificates.certificate import Certificate
 from mpidl.certificates.chain import START
-from mpidl.certificates.checks import DIFFERENT, EQUAL, NONE, OTHER, Finding
+from mpidl.certificates.checks import DIFFERENT, EQUAL, OTHER, UNCHECKED, Finding
 from mpidl.certificates.replay import (
     NEUTRAL,
+    SILENT,
     Comparison,
-    Difference,
     Material,
     Point,
     Replay,
@@ -42,9 +42,12 @@ from mpidl.ranks.failure import Signals, agreed_signal
 from mpidl.ranks.world import World
 from mpidl.report import Console, metrics
 from mpidl.text import name_list, printable
+from mpidl.training.files.folder_lock import FolderLock
+from mpidl.training.optimizers.chain import AVERAGE
 from mpidl.training.optimizers.checks import CustomOptimizer, optimizer_spec
 from mpidl.training.options.training_options import OPTIONS, TrainingOptions
 from mpidl.training.schedules import rate_of
+from mpidl.training.session import Session
 
 if TYPE_CHECKING:
     from mpidl.data.array_datastore import Arrays
@@ -69,9 +72,18 @@ class Audit(NamedTuple):
     ----------
     findings : tuple of Finding
         The results of all checks, each with `subject`, `verdict` and `text`.
+    iterations : int
+        Iterations of the run.
+    replayed : int
+        Iterations of the replays that agree with the certificate.
+    head : str
+        Digest of the last link, which identifies the certificate.
     """
 
     findings: tuple[Finding, ...]
+    iterations: int
+    replayed: int
+    head: str
 
     @property
     def is_equal(self) -> bool:
@@ -84,9 +96,18 @@ class Audit(NamedTuple):
         subjects = [f.subject for f in self.findings if f.verdict == DIFFERENT]
         return list(dict.fromkeys(subjects))
 
+    @property
+    def conclusion(self) -> str:
+        """Whether anything differs, in one line."""
+        if self.differing:
+            return f"{DIFFERENT}: {name_list(self.differing)}"
+        count = f"{self.replayed} of {self.iterations} iterations"
+        text = f"{EQUAL}: nothing differs, {count} were replayed"
+        unchecked = dict.fromkeys(f.subject for f in self.findings if f.verdict == UNCHECKED)
+        return text + (f"; unchecked: {name_list([*unchecked])}" if unchecked else "")
+
     def __str__(self) -> str:
-        result = f"{DIFFERENT}: {name_list(self.differing)}" if self.differing else EQUAL
-        return "\n".join([*map(str, self.findings), result])
+        return "\n".join([*map(str, self.findings), f"head: {self.head}", self.conclusion])
 
 
 class Auditor:
@@ -112,11 +133,12 @@ class Auditor:
         console: Console | None = None,
     ) -> None:
         self.world, self.report = world, report
-        self.console = console or Console(1)
+        self.console = console or SILENT
         path = certificates.locate(run)
         self.folder = os.path.dirname(path) or "."
         self.certificate = on_rank_0(world, lambda: certificates.read(path))
         self.findings: list[Finding] = []
+        self.replayed = 0  # iterations that agree
         self.points: list[Point] = []
 
     def add(self, *findings: Finding) -> None:
@@ -133,27 +155,32 @@ class Auditor:
     def verdict_on(self, subject: str) -> str:
         """Return the verdict on a subject, `DIFFERENT` if any finding about it is."""
         verdicts = [f.verdict for f in self.findings if f.subject == subject]
-        return DIFFERENT if DIFFERENT in verdicts else (verdicts or [NONE])[0]
+        return DIFFERENT if DIFFERENT in verdicts else (verdicts or [UNCHECKED])[0]
 
     @property
     def result(self) -> Audit:
         """The findings so far."""
-        return Audit(tuple(self.findings))
+        iterations = self.certificate.end["iteration"]
+        return Audit(tuple(self.findings), iterations, self.replayed, self.certificate.head)
 
     def check_files(
         self, signers: str | None = None, options: Mapping[str, str] | None = None
     ) -> None:
         """Check the certificate and the files beside it, but not the checkpoints."""
-        certificate, current = self.certificate, sources.arithmetic(self.world)
+        certificate = self.certificate
         self._check(checks.check_chain, certificate)
         self._check(checks.check_signature, certificate.path, signers)
         if certificate.disorder is not None:
             return
         self._check(checks.check_software, certificate)
-        self._check(checks.check_arithmetic, certificate, current)
         self._check(checks.check_model, certificate, self.folder)
         self._check(checks.check_options, certificate, options)
-        self.add(*checks.check_hooks(certificate))
+        self.add(*checks.check_starts(certificate), *checks.check_hooks(certificate))
+
+    def check_arithmetic(self) -> None:
+        """Compare what the run computed with, and what the ranks compute with."""
+        current = sources.arithmetic(self.world)
+        self._check(checks.check_arithmetic, self.certificate, current)
 
     def check_checkpoints(self, folder: str | None = None) -> None:
         """Check the checkpoints in a folder, by default that of the certificate."""
@@ -207,7 +234,7 @@ class Auditor:
                     f"{described['images']} images of the run, found none"
                 )
             if store is None:
-                self.add(Finding("data", NONE, f"{name}: there are no such images"))
+                self.add(Finding("data", UNCHECKED, f"{name}: there are no such images"))
                 continue
             with self.console.stage(f"digests of the {name} images", len(store)) as advance:
                 digests = images.digests(
@@ -229,12 +256,18 @@ class Auditor:
         self, material: Material, source: checks.Source, test: Datastore | None, salt: str | None
     ) -> None:
         """Compare the images and the network of a material with those of the run."""
-        start = self.certificate.of_kind(START)[-1]
-        options = options_of(self.certificate, start, material.replaced)
-        train, options = held_out(material.train, options)
+        train, options = self._options(self.certificate.of_kind(START)[-1], material)
+        with FolderLock(self.world) as lock:  # choose the device
+            Session(self.world, lock).use_options(options, SILENT)
+        self.check_arithmetic()
         sets = {"train": train, "validation": options.validation, "test": test}
         self.check_data(sets, options, self.read_salt(salt))
         self.check_network(material.network(), source)
+
+    def _options(self, start, material):
+        """Return the images to train on, and the options of a start."""
+        options = options_of(self.certificate, start, material.replaced)
+        return held_out(material.train, options)
 
     def check_weights(self, path: str) -> None:
         """Compare the file of weights that the run began with."""
@@ -252,7 +285,7 @@ class Auditor:
         """Replay the selected segments, and then the test if a replay has reached the end."""
         reason = self._reason_to_skip()
         if reason is not None:
-            self.add(Finding("iterations", NONE, f"not replayed, because {reason}"))
+            self.add(Finding("iterations", UNCHECKED, f"not replayed, because {reason}"))
             return
         end = self.certificate.end["iteration"]
         selected = self._segments(selection, material)
@@ -263,6 +296,8 @@ class Auditor:
             last = self.findings[-1]
             if last.verdict == EQUAL:
                 self._test(replay.net, material, signals, test)
+        if selected[-1][1] < end:
+            self.add(Finding("results", UNCHECKED, "the end of the run was not replayed"))
 
     def _reason_to_skip(self):
         if self.certificate.disorder is not None:
@@ -282,15 +317,17 @@ class Auditor:
         candidates = segments.all_segments(starts, self.certificate.end["iteration"])
         if not selection.is_part():
             return candidates
-        selected = {candidates[-1]}  # so the end follows from the state before it
-        count = len(candidates)
+        # The end follows from the last segment, and the returned network from a validation.
+        returned, count = self.certificate.end["returned_iteration"], len(candidates)
+        selected = {candidates[-1], *(s for s in candidates if s[0] < returned <= s[1])}
         if selection.sample is not None:
             seed = selection.seed
             if seed is None:
                 seed = self.world.broadcast(secrets.randbits(63))
             drawn = segments.draw(candidates, selection.sample, seed)
             text = f"{len(drawn)} of {count} segments, drawn by --seed {seed}"
-            text += "" if selected <= drawn else ", and the last one"
+            added = len(selected - drawn)
+            text += f", and {added} in which the result was formed" if added else ""
             self.add(Finding("sample", EQUAL, text))
             selected |= drawn
         if selection.largest is not None:
@@ -299,30 +336,40 @@ class Auditor:
                 self.world, lambda: self._farthest(before_last, selection.largest, material)
             )
             text = f"{len(largest)} of {count} segments, in which the weights moved farthest"
-            self.add(Finding("largest", EQUAL, f"{text}, and the last one"))
-            selected |= largest
+            text += ", those before them, and those in which the result was formed"
+            self.add(Finding("largest", EQUAL, text))
+            # A forged momentum moves the weights in the next segment.
+            begins = {first for first, _ in largest}
+            selected |= largest | {s for s in candidates if s[1] in begins}
         return sorted(selected)
 
     def _farthest(self, candidates, count, material):
         """Return segments with large distances, by the checkpoints. Only rank 0 calls this."""
         points = {point.iteration: point.path for point in self.points}
-        start = self.certificate.of_kind(START)[-1]
-        options = options_of(self.certificate, start, material.replaced)
-        images, options = held_out(material.train, options)
+        starts = {start["iteration"]: start for start in self.certificate.of_kind(START)}
+        all_options = {n: self._options(start, material)[1] for n, start in starts.items()}
+        images, options = self._options(starts[max(starts)], material)
         full, rest = divmod(epoch_images(images, options.sampling), options.batch_size)
         per_epoch = max(full + (rest > 0 and options.partial_minibatch == "return"), 1)
 
-        def learnables_at(iteration):
+        def weights_at(iteration):
             path = points.get(iteration)
-            if path is None:
-                return material.network().parameters if iteration == 0 else None
-            loaded = load_covered(path, self.certificate)
-            return None if loaded is None else loaded[0]["learnables"]
+            if path is None and iteration:
+                return None
+            learnables, averages = material.network().parameters, {}
+            if path is not None:
+                if (loaded := load_covered(path, self.certificate)) is None:
+                    return None
+                learnables, averages = loaded.arrays["learnables"], loaded.arrays["optimizer"]
+            # The run may return an average of the weights, which begins with them.
+            copies = {f"{AVERAGE}.{name}": array for name, array in learnables.items()}
+            return {**learnables, **{n: averages.get(n, array) for n, array in copies.items()}}
 
         def rate(iteration):
+            options = all_options[max(n for n in starts if n < iteration)]
             return rate_of(options, (iteration - 1) // per_epoch + 1, iteration, per_epoch)
 
-        return segments.farthest(candidates, count, learnables_at, rate)
+        return segments.farthest(candidates, count, weights_at, rate)
 
     def _replay_group(self, replay, group):
         """Replay adjacent segments at once; after a difference, go on from the next point."""
@@ -330,12 +377,12 @@ class Auditor:
         while group:
             first = group[0][0]
             point = points.get(first)
-            is_initial = self.verdict_on("initial weights") in (EQUAL, NONE)
+            is_initial = self.verdict_on("initial weights") in (EQUAL, UNCHECKED)
             if first == 0 and (point is None or is_initial):
                 point = Point(0)
             if point is None:
                 text = "not replayed: there is no state to start from"
-                self.add(Finding(_name(group[0]), NONE, text))
+                self.add(Finding(_name(group[0]), UNCHECKED, text))
                 return
             reported: list[Finding] = []
             times = {first: time.monotonic()}
@@ -349,25 +396,27 @@ class Auditor:
                 self.report(finding)
 
             stops = [segment[1] for segment in group]
-            comparison = Comparison(self.certificate, stops, passed)
-            difference = self._run(replay, point, comparison, group)
-            self.findings += self.world.broadcast(reported)
+            difference = self._run(replay, point, stops, passed)
+            agreed = self.world.broadcast(reported)
+            self.findings += agreed
+            self.replayed += sum(last - first for first, last in group[: len(agreed)])
             if difference is None:
+                for segment in group[len(agreed) :]:
+                    self.add(Finding(_name(segment), DIFFERENT, "the replay ended before its end"))
                 return
             self._refuse_unknown_weights(point, difference)
             failed = next(s for s in group if s[1] >= min(difference.iteration, stops[-1]))
             self.add(Finding(_name(failed), DIFFERENT, self._explained(difference)))
             group = [s for s in group if s[0] >= failed[1] and s != failed]
 
-    def _run(self, replay, point, comparison, group):
-        name = _name((group[0][0], group[-1][1]))
-        with self.console.stage(f"replay of {name}"):
-            try:
-                difference = replay.run(point, comparison)
-            except UserError as error:
-                if self.verdict_on("network") != DIFFERENT:
-                    raise
-                difference = Difference(point.iteration, str(error))
+    def _run(self, replay, point, stops, passed):
+        first, last = point.iteration, stops[-1]
+        name, count = f"replay of {_name((first, last))}", last - first
+        with self.console.stage(name, count, "iterations") as advance:
+            comparison = Comparison(
+                self.certificate, stops, passed, lambda iteration: advance(iteration - first)
+            )
+            difference = replay.run(point, comparison)
         if replay.stopped is not None:
             raise Stopped(f"{replay.stopped}: the audit was stopped")
         return difference
@@ -423,11 +472,9 @@ class Auditor:
         if recorded is None:
             return
         if test is None:
-            self.add(Finding("test", NONE, "there are no test images"))
+            self.add(Finding("test", UNCHECKED, "there are no test images"))
             return
-        start = self.certificate.of_kind(START)[-1]
-        options = options_of(self.certificate, start, material.replaced)
-        train, options = held_out(material.train, options)
+        train, options = self._options(self.certificate.of_kind(START)[-1], material)
         with self.console.stage("test", len(test)) as advance:
             scores = evaluate(
                 net,
@@ -545,8 +592,12 @@ def audit(
     options = _checked_options(options, optimizer)
     texts = None if options is None else settings.options_of(options)
     auditor.check_files(_path(signers), texts)
+    if auditor.certificate.disorder is not None:
+        return auditor.result
     auditor.check_checkpoints(_path(checkpoints))
-    if datastore is None or auditor.certificate.disorder is not None:
+    if datastore is None:
+        auditor.check_arithmetic()
+        auditor.add(Finding("iterations", UNCHECKED, "not replayed, because there are no images"))
         return auditor.result
     material, source = _material(auditor, datastore, options, net, optimizer, layers)
     tested = None if test is None else as_datastore(test, "test")

@@ -133,6 +133,10 @@ def read(path: str | os.PathLike[str]) -> Certificate:
     try:
         with open_for_reading(path) as file:
             content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError as error:
+        hint = "; train --certify writes one, a sweep one per trial"
+        is_folder = os.path.basename(path) == FILE and os.path.isdir(os.path.dirname(path) or ".")
+        raise UserError(f"{unreadable(path, error)}{hint if is_folder else ''}") from None
     except OSError as error:
         raise unreadable(path, error) from None
     if len(content) > MAX_BYTES:
@@ -147,6 +151,8 @@ def read(path: str | os.PathLike[str]) -> Certificate:
         problem = _problem(statement, validators)
         if problem is None:
             return _certificate(path, content, statement)
+    except UnicodeDecodeError:
+        problem = "it is not a text"
     except (ValueError, RecursionError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
     raise UserError(f"{path_text}: not a certificate: {problem}")
@@ -204,7 +210,9 @@ def _problem(statement, validators):
 
 
 def _certificate(path, content, statement):
-    predicate = statement["predicate"]
+    predicate, names = statement["predicate"], [item["name"] for item in statement["subject"]]
+    if len({*names}) < len(names):
+        raise ValueError("subject: expected each name once")
     links, head = predicate["chain"], predicate["head"]
     return Certificate(
         path=path,
@@ -240,7 +248,7 @@ def _disorder(links) -> Iterable[str]:
     if links[0]["kind"] != chain.START or missing:
         text = f" without {', '.join(missing)}" if links[0]["kind"] == chain.START else ""
         yield f"link 0: expected a start with all entries, found {links[0]['kind']}{text}"
-    iteration, last_state = 0, None
+    iteration, last_state, last_validation = 0, None, None
     for index, link in enumerate(links):
         name, kind = _name(links, index), link["kind"]
         if link["iteration"] < iteration:
@@ -255,5 +263,23 @@ def _disorder(links) -> Iterable[str]:
             if len(link["losses"]) != count:
                 yield f"{name}: expected {count} losses, found {len(link['losses'])}"
             last_state = iteration
+        if kind == chain.VALIDATION:
+            if last_validation == iteration or not iteration:
+                yield f"{name}: expected one validation per iteration, after the first iteration"
+            last_validation = iteration
+    yield from _other_best(links)
+    if not iteration:
+        yield f"{_name(links, len(links) - 1)}: expected at least one iteration"
     if last_state != iteration:
         yield f"{_name(links, len(links) - 1)}: expected a state at this iteration"
+
+
+def _other_best(links):
+    """Yield the validations with another best network than before, without a lower loss."""
+    lowest, best = math.inf, None
+    for index, link in enumerate(links):
+        if link["kind"] == chain.VALIDATION:
+            loss = math.inf if link["loss"] is None else link["loss"]
+            if loss >= lowest and link["best"] != best:
+                yield f"{_name(links, index)}: expected the best network of the lowest loss so far"
+            lowest, best = min(loss, lowest), link["best"]

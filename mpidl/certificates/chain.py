@@ -62,7 +62,7 @@ def broken(links: Iterable[Mapping[str, Any]], head: str) -> int | None:
         return 0
     digests = map(digest, links)
     pairs = enumerate(zip(digests, following, strict=True))
-    return next((index for index, (found, expected) in pairs if found != expected), None)
+    return next((index for index, (actual, expected) in pairs if actual != expected), None)
 
 
 def starts(links: Iterable[Mapping[str, Any]]) -> list[Link]:

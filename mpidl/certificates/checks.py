@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpidl import numerics
+from mpidl.certificates import certificate as certificates
 from mpidl.certificates import (
     differences,
     images,
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 EQUAL, DIFFERENT = "equal", "DIFFERENT"
 OTHER = "other"  # other than here, which proves nothing
-NONE = "none"  # there is nothing to check
+UNCHECKED = "unchecked"
+SUBJECT_COLUMNS = 20
 # Builds of the kernels whose weights have the same bytes. On x86-64, those of `generic` differ.
 SAME_BYTES = "vector instructions"
 
@@ -49,9 +51,9 @@ class Finding(NamedTuple):
     ----------
     subject : str
         What has been checked, such as "data" or "iterations 0-50".
-    verdict : {"equal", "DIFFERENT", "other", "none"}
+    verdict : {"equal", "DIFFERENT", "other", "unchecked"}
         Whether it agrees with the certificate. "other" is a fact that explains a difference but is
-        none, and "none" means that there was nothing to check.
+        none. "unchecked" proves nothing, because something is missing.
     text : str
         The details.
     """
@@ -61,7 +63,7 @@ class Finding(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        return f"{self.subject:<20}  {self.verdict:<9}  {printable(self.text)}"
+        return f"{self.subject:<{SUBJECT_COLUMNS}}  {self.verdict:<9}  {printable(self.text)}"
 
 
 def short(digest: str) -> str:
@@ -77,7 +79,7 @@ def check_chain(certificate: Certificate) -> Finding:
         problem = f"its subject weights is {weights}, its chain ends with {recorded}"
     if problem is not None:
         return Finding("certificate", DIFFERENT, problem)
-    text = f"{len(certificate.links)} links, head {certificate.head}"
+    text = f"{len(certificate.links)} links, head {short(certificate.head)}"
     return Finding("certificate", EQUAL, text)
 
 
@@ -91,10 +93,10 @@ def check_signature(path: str, signers: str | None) -> Finding:
             raise unreadable(signers, error) from None
     if not os.path.lexists(signature):
         text = "the certificate is not signed"
-        verdict = NONE if signers is None else DIFFERENT
+        verdict = UNCHECKED if signers is None else DIFFERENT
         return Finding(subject, verdict, text + ("" if signers is None else f": no {signature}"))
     if signers is None and shutil.which("ssh-keygen") is None:
-        return Finding(subject, NONE, "not checked: expected the program ssh-keygen, found none")
+        return Finding(subject, UNCHECKED, "expected the program ssh-keygen, found none")
     try:
         signer = signing.verify(path, signature, signers)
     except UserError as error:
@@ -103,7 +105,7 @@ def check_signature(path: str, signers: str | None) -> Finding:
         return Finding(subject, DIFFERENT, str(error))
     key = f"{signer.key_type} {signer.fingerprint}"
     if signer.principal is None:
-        return Finding(subject, EQUAL, f"{key}; --signers FILE tells whose key may sign")
+        return Finding(subject, UNCHECKED, f"{key}; whose key is it? (--signers)")
     return Finding(subject, EQUAL, f"{signer.principal} ({key})")
 
 
@@ -119,6 +121,9 @@ def check_software(certificate: Certificate) -> Finding:
                 f"{name}; this is mpidl {current['mpidl']}, numerics {numerics.VERSION}: install "
             )
             text += f"mpidl {software['mpidl']}, or another with numerics {software['numerics']}"
+            return Finding(subject, DIFFERENT, text)
+        if software["sources"] == current["sources"] and software["mpidl"] != current["mpidl"]:
+            text = f"{name}; its sources are those of mpidl {current['mpidl']}"
             return Finding(subject, DIFFERENT, text)
         names[software["sources"]] = name
     text = ", ".join(dict.fromkeys(names.values()))
@@ -153,8 +158,8 @@ def check_arithmetic(certificate: Certificate, current: Mapping[str, Any]) -> Fi
         if arithmetic_class(arithmetic) != arithmetic_class(current):
             advice[name] = _advice(arithmetic)
     if advice:
-        text = "; ".join(f"{name} ({words})" for name, words in advice.items())
-        return Finding("arithmetic", OTHER, f"{text}; here {_name_of(current)}")
+        text = "; ".join(f"the run used {name} ({words})" for name, words in advice.items())
+        return Finding("arithmetic", OTHER, f"{text}; here it is {_name_of(current)}")
     return Finding("arithmetic", EQUAL, ", ".join(names))
 
 
@@ -166,32 +171,52 @@ def _name_of(arithmetic):
 
 def _advice(arithmetic):
     if arithmetic["device"] != "cpu":
-        return "--device gpu on a GPU of this type"
+        return "replay it with --device gpu on a GPU of this type"
     if arithmetic_class(arithmetic) == SAME_BYTES:
-        return "a CPU with AVX2, AVX-512 or AArch64, --device cpu, without MPIDL_CPU"
-    return f"--device cpu with MPIDL_CPU={arithmetic['kernels']}"
+        return "replay it with --device cpu, without MPIDL_CPU, on AVX2, AVX-512 or AArch64"
+    return f"replay it with --device cpu and MPIDL_CPU={arithmetic['kernels']}"
 
 
 def check_model(certificate: Certificate, folder: str) -> Finding:
-    """Compare the file of the trained network with the subject of the certificate."""
+    """Compare the file of the trained network, whether the certificate names it or not."""
     path, expected = os.path.join(folder, MODEL), certificate.subjects.get(MODEL)
-    if expected is None or not os.path.lexists(path):
+    if not os.path.lexists(path):
         text = "the certificate names no model.h5" if expected is None else f"there is no {path}"
-        return Finding("model", NONE, text)
-    if sha256_of_file(path) == expected:
-        return Finding("model", EQUAL, f"{printable(path)}, sha256 {short(expected)}")
-    name, weights = printable(path), certificate.end["weights"]
+        return Finding("model", UNCHECKED, text)
+    name, weights, sha256 = printable(path), certificate.end["weights"], sha256_of_file(path)
     try:
-        tables, _ = model_file.read(path)
+        tables, attributes = model_file.read(path)
         learnables, state = (tables.get(table, {}) for table in ("learnables", "state"))
         digest = model_file.sha256_of(learnables, state)
-    except (model_file.Torn, TypeError, ValueError) as error:
+        problem = _changed_model(certificate, tables, model_file.described(attributes))
+    except (model_file.Torn, KeyError, TypeError, ValueError) as error:
         return Finding("model", DIFFERENT, f"{name}: {error}")
-    if digest == weights:
-        text = f"{name}: the weights are those of the certificate, but the file is another one"
-    else:
-        text = f"{name}: weights_sha256 is {digest}, in the certificate it is {weights}"
-    return Finding("model", DIFFERENT, text)
+    if digest != weights:
+        problem = f"weights_sha256 is {digest}, in the certificate it is {weights}"
+    elif problem is None and expected not in (None, sha256):
+        problem = "the weights are those of the certificate, but the file is another one"
+    if problem is not None:
+        return Finding("model", DIFFERENT, f"{name}: {problem}")
+    return Finding("model", EQUAL, f"{name}, sha256 {short(sha256)}")
+
+
+def _changed_model(certificate, tables, description):
+    """Return what a file of a network says of the network that is not so, or None."""
+    start = certificate.of_kind(START)[-1]
+    recorded = {**start["network"], "classes": start["data"]["train"]["classes"]}
+    values = recording.plain(description)
+    saved = {"layers": values["network"], "loss": values.get("loss")}
+    saved |= {"input_shape": values["input_shape"], "classes": values["classes"]}
+    problem = _changed_layers(certificate, saved["layers"])
+    for key in ("input_shape", "loss", "classes"):
+        if saved[key] != recorded[key]:
+            problem = problem or f"{key} is {saved[key]}, was {recorded[key]}"
+    # The arrays of the normalization are in all states.
+    name, normalization = "normalization", tables.get("normalization", {})
+    digest = states.table_digest(name, normalization) if normalization else None
+    if digest != certificate.of_kind(STATE)[-1]["tables"].get(name):
+        problem = problem or "the normalization is not that of the last state"
+    return problem
 
 
 def check_options(certificate: Certificate, options: Mapping[str, str] | None) -> Finding:
@@ -215,7 +240,10 @@ def check_options(certificate: Certificate, options: Mapping[str, str] | None) -
             problems.append(f"{flag(name)} is {text}, was {recorded[-1]}")
     if problems:
         return Finding("options", DIFFERENT, name_list(problems))
-    return Finding("options", EQUAL, f"{len(starts[0]['options'])} options, {len(starts)} starts")
+    text = f"{len(starts[0]['options'])} options"
+    if len(starts) > 1:
+        text += f" of {len(starts)} starts"
+    return Finding("options", EQUAL, text)
 
 
 def check_checkpoints(
@@ -232,10 +260,10 @@ def check_checkpoints(
         if loaded is None:
             between += 1
             continue
-        iteration = loaded[1]["position"]["iteration"]
+        iteration, facts = loaded.covered["position"]["iteration"], loaded.facts
         problems = {
-            "options": _changed_options(certificate, iteration, loaded[1].get("options")),
-            "network": _changed_layers(certificate, recording.plain(loaded[1]["network"])),
+            "options": _changed_options(certificate, iteration, facts.get("options")),
+            "network": _changed_layers(certificate, recording.plain(facts["network"])),
         }
         findings += [
             Finding(subject, DIFFERENT, f"{printable(path)}: {text}")
@@ -248,7 +276,8 @@ def check_checkpoints(
         text = f"{len(points)}, of iterations {_shortened(sorted(points))}{rest}"
         findings.append(Finding("checkpoints", EQUAL, text))
     elif not findings:
-        findings.append(Finding("checkpoints", NONE, f"the certificate covers none{rest}"))
+        text = f"there are none to start replays from{rest}"
+        findings.append(Finding("checkpoints", UNCHECKED, text))
     return findings, [points[iteration] for iteration in sorted(points)]
 
 
@@ -302,8 +331,8 @@ def read_manifest(certificate: Certificate, folder: str) -> Manifest:
     """Read the manifest beside a certificate, and compare it with the chain."""
     path, sets = os.path.join(folder, MANIFEST), sets_of(certificate)
     if not os.path.lexists(path):
-        text = f"there is no {printable(path)}, which would tell which images differ"
-        return Manifest({}, Finding("manifest", NONE, text))
+        text = f"there is no {printable(path)}, which would name images that differ"
+        return Manifest({}, Finding("manifest", UNCHECKED, text))
     try:
         digest = sha256_of_file(path)
         if digest != certificate.manifest:
@@ -343,7 +372,9 @@ def check_images(
     problems = [f"{key} is {current[key]}, was {described[key]}" for key in keys] + problems
     if problems:
         return Finding("data", DIFFERENT, f"{name}: {name_list(problems)}")
-    return Finding("data", EQUAL, f"{name}: {len(store)} images, root {short(current['root'])}")
+    skipped = int((~digests.any(axis=1)).sum())
+    text = f"{len(store)} images" + (f", {skipped} of them unreadable" if skipped else "")
+    return Finding("data", EQUAL, f"{name}: {text}, root {short(current['root'])}")
 
 
 def _changed_layers(certificate: Certificate, layers: Any) -> str | None:
@@ -385,10 +416,30 @@ def check_weights(certificate: Certificate, path: str) -> Finding:
     if expected is None:
         return Finding("initial weights", EQUAL, f"{text}; the file had no certificate")
     other = os.path.join(os.path.dirname(path), FILE)
-    text += f", whose certificate has sha256 {short(expected)}"
-    if os.path.lexists(other) and sha256_of_file(other) == expected:
-        text += f": {printable(other)}"
-    return Finding("initial weights", EQUAL, text)
+    if not os.path.lexists(other) or sha256_of_file(other) != expected:
+        text += f"; its certificate, with sha256 {short(expected)}, is not beside it"
+        return Finding("initial weights", EQUAL, text)
+    if digest not in certificates.read(other).subjects.values():
+        text = f"{name}: {printable(other)} is the certificate of another file"
+        return Finding("initial weights", DIFFERENT, text)
+    return Finding("initial weights", EQUAL, f"{text}; its certificate is {printable(other)}")
+
+
+def check_starts(certificate: Certificate) -> list[Finding]:
+    """Check that all starts name the same images, network, optimizer, weights and sweep."""
+    subjects = {"data": "data", "network": "network", "optimizer": "network"}
+    subjects |= {"weights": "initial weights", "sweep": "options"}
+    first, *later = certificate.of_kind(START)
+    return [
+        Finding(
+            subjects[key],
+            DIFFERENT,
+            f"the start at iteration {start['iteration']} has another entry {key} than the first",
+        )
+        for start in later
+        for key in subjects
+        if start[key] != first[key]
+    ]
 
 
 def check_hooks(certificate: Certificate) -> list[Finding]:
@@ -418,7 +469,7 @@ def check_initial_weights(certificate: Certificate, net: Network, source: Source
     subject, first = "initial weights", certificate.of_kind(STATE)[0]["tables"]
     if net.unwhitened:
         text = "computed from the images: see the state of iteration 0"
-        return Finding(subject, NONE if source.is_certain else OTHER, text)
+        return Finding(subject, UNCHECKED if source.is_certain else OTHER, text)
     tables = {"learnables": net.parameters, "state": net.state}
     for table, arrays in tables.items():
         arrays = {name: np.asarray(array) for name, array in arrays.items()}

@@ -4,6 +4,7 @@ import argparse
 import copy
 import functools
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from mpidl.certificates import audit, checks, settings, states
 from mpidl.certificates.audit import Auditor, Stopped
 from mpidl.certificates.certificate import Certificate
 from mpidl.certificates.chain import START, STATE
-from mpidl.certificates.checks import DIFFERENT, EQUAL, Finding
+from mpidl.certificates.checks import Finding
 from mpidl.certificates.replay import NEUTRAL, Material
 from mpidl.certificates.segments import SEED, Selection
 from mpidl.cli import arguments, start, train_run, user_files
@@ -23,7 +24,7 @@ from mpidl.options.declaration import check_value, flag, rule_of
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
 from mpidl.report import Console
-from mpidl.text import name_list
+from mpidl.report.progress.terminal import terminal_width
 from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.options import training_options
 from mpidl.training.options.run_inputs import INPUTS
@@ -34,7 +35,7 @@ exit codes: 0 nothing differs from the certificate; 1 something differs, or an e
 options, or a file that is not a certificate; 75 stopped by a signal (USR1, TERM, INT)
 """
 COMMON = """
-steps sample seed largest data validation_data test_data weights layers signers
+data validation_data steps sample seed largest salt signers
 """.split()
 # Inputs and options of a run that the auditor chooses.
 SETS = ("data", "validation_data", "test_data")
@@ -88,7 +89,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.text(
         "--signers",
         "FILE",
-        "Names and keys of those who may sign the certificate, as ssh-keygen reads them",
+        "Keys that may sign the certificate: a public key, or ssh-keygen's list of allowed signers",
     )
     parser.text("--checkpoints", "DIR", "Folder with checkpoints of the run; default: RUN")
     parser.add_options(*arguments.STORAGE, *SPEED)
@@ -117,17 +118,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             return arguments.STOPPED
     result = auditor.result
     if world.rank == 0:
-        text = "all checks agree with the certificate"
-        if not result.is_equal:
-            text = name_list(result.differing)
-        print(f"{EQUAL if result.is_equal else DIFFERENT}: {text}", flush=True)
+        print(f"head: {result.head}", result.conclusion, sep="\n", flush=True)
     return 0 if result.is_equal else 1
 
 
 def console_line(console: Console, finding: Finding) -> None:
-    """Print a finding to stdout, above the progress on stderr."""
-    console.close()
-    print(finding, flush=True)
+    """Print a finding to stdout, above the progress on stderr. A terminal gets short lines."""
+    width, lines = terminal_width(sys.stdout), [str(finding)]
+    if width:
+        indent = " " * (checks.SUBJECT_COLUMNS + 2)
+        lines = textwrap.wrap(
+            lines[0],
+            width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    with console.hidden():
+        print(*lines, sep="\n", flush=True)
 
 
 class Command:
@@ -272,6 +280,9 @@ def _need_sets(certificate, values):
     needs = {"data": True, "validation_data": data["validation"] is not None and not has_own}
     for name, is_needed in needs.items():
         if is_needed and name not in values:
+            purpose = {"data": "train", "validation_data": "validation"}[name]
+            count = data[purpose]["images"]
             raise UserError(
-                f"{flag(name)}: expected the images of the run, which a certificate does not name"
+                f"{flag(name)}: expected the images of the run ({purpose}: {count}), whose place a "
+                "certificate does not name"
             )

@@ -94,12 +94,14 @@ class Recorder:
             self._record_state()
 
     def step(self, trainer: Trainer) -> None:
-        """Record a state at the intervals of `certify_every` and `checkpoint_keep`."""
+        """Record a state at the intervals of the options."""
         options, position = trainer.options, trainer.position
         if position.rollbacks and self._start["iteration"] >= position.iteration:
             self._record_start(position.iteration - 1)  # a rollback has removed the record
-        intervals = filter(None, (options.certify_every, options.checkpoint_keep))
-        is_due = any(position.iteration % interval == 0 for interval in intervals)
+        intervals = [options.certify_every, options.checkpoint_keep]
+        if options.on_nan == "rollback":  # an audit must know the states to roll back to
+            intervals.append(options.checkpoint_every)
+        is_due = any(n and position.iteration % n == 0 for n in intervals)
         if is_due and not trainer.at_epoch_end:
             self._record_state()
 
@@ -206,7 +208,7 @@ class Recorder:
         if record["kind"] != "validation":
             return
         is_first = self._trainer.world.rank == 0
-        best = self._best.of(self._trainer.validation.best) if is_first else {}
+        best = self._best.digests_of(self._trainer.validation.best) if is_first else {}
         scores = {name: metrics.number(record[name]) for name in ("loss", "accuracy")}
         position = {"kind": chain.PREFIX + chain.VALIDATION, "iteration": record["iteration"]}
         self._add({**position, **scores, "best": best})
@@ -246,6 +248,9 @@ class Recorder:
 
         with trainer.console.stage("certificate"):
             trainer.writer.write(write)
+        signed = "not signed" if trainer.options.certify_key is None else "signed"
+        path = os.path.join(_folder(trainer), certificate.FILE)
+        trainer.console.certificate(path, signed)
 
     def _end(self, test):
         """Return the last link, in which the images of the test are missing."""

@@ -20,6 +20,7 @@ from mpidl import numerics
 from mpidl.certificates import settings, states
 from mpidl.certificates.certificate import Certificate
 from mpidl.certificates.chain import START, STATE, VALIDATION, Link
+from mpidl.certificates.recording import plain
 from mpidl.errors import Fault, NotFinite, UserError
 from mpidl.evaluation.validation import BEST, held_out
 from mpidl.files import on_rank_0
@@ -32,6 +33,7 @@ from mpidl.training.files.folder_lock import FolderLock
 from mpidl.training.files.resume_changes import resumable
 from mpidl.training.optimizers.checks import optimizer_spec
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, EpochSummary, Position
+from mpidl.training.rollback import PREFIX
 from mpidl.training.session import Session
 
 if TYPE_CHECKING:
@@ -43,11 +45,13 @@ if TYPE_CHECKING:
     from mpidl.training.trainer import Trainer
 
 Arrays = dict[str, dict[str, np.ndarray]]
+TABLES = ("learnables", "state", "optimizer")  # that each checkpoint has
+COMPLETE = (None, PATIENCE, OUTPUT_FUNCTION)  # reasons for the end of a run with its network
 REACHED = "audit"  # the reason for which a replay stops; the network is then not finished
 NAME = re.compile(r"[0-9]{8,}\.h5")  # of a checkpoint that a run keeps
 # Options that do not change the weights. A replay has the auditor's values, or these.
 NEUTRAL: dict[str, Any] = {
-    "audit_every": 0,
+    "compare_ranks_every": 0,
     "certify": "none",
     "certify_key": None,
     "checkpoint_keep": 0,
@@ -113,8 +117,28 @@ def paths_of(folder: str) -> list[str]:
     return [path for path in paths if os.path.lexists(path)]
 
 
-def load_covered(path: str, certificate: Certificate) -> tuple[Arrays, dict[str, Any]] | None:
-    """Return the arrays and facts of a checkpoint, or None if the certificate has no state of it.
+class Checkpoint(NamedTuple):
+    """The contents of a checkpoint whose state the certificate has.
+
+    Attributes
+    ----------
+    arrays : dict
+        The arrays by table, all of which have the digests of the state.
+    covered : dict
+        The facts that follow from the certificate.
+    facts : dict
+        The facts of the file, which nothing covers.
+    """
+
+    arrays: Arrays
+    covered: dict[str, Any]
+    facts: dict[str, Any]
+
+
+def load_covered(path: str, certificate: Certificate) -> Checkpoint | None:
+    """Load a checkpoint, or return None if the certificate has no state of its iteration.
+
+    A state to which the run may roll back must be one of the certificate too.
 
     Raises
     ------
@@ -125,21 +149,41 @@ def load_covered(path: str, certificate: Certificate) -> tuple[Arrays, dict[str,
     try:
         arrays, attributes = model_file.read(path)
         facts = checkpoint.facts_of(attributes)
-        position = _position_of(facts["position"])
-        progress = states.progress_digest(position)
+        saved = [(facts, {t: a for t, a in arrays.items() if not t.startswith(PREFIX)})]
+        if len(saved[0][1]) < len(arrays):
+            earlier = {t.removeprefix(PREFIX): a for t, a in arrays.items() if t.startswith(PREFIX)}
+            saved.append((facts["rollback"], earlier))
+        positions = [_position_of(facts["position"]) for facts, _ in saved]
+        for _, tables in saved:
+            if missing := [table for table in TABLES if table not in tables]:
+                raise ValueError(f"it has no {', '.join(missing)}")
     except (model_file.Torn, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{name}: expected a checkpoint: {error}") from None
     links = {link["iteration"]: link for link in certificate.of_kind(STATE)}
-    link = links.get(position.iteration)
-    if link is None:
+    if not all(position.iteration in links for position in positions):
         return None
-    differing = _differing(link["tables"], states.table_digests(arrays))
-    differing += ["progress"] if progress != link["progress"] else []
+    differing = _differing(links[positions[0].iteration]["tables"], states.table_digests(arrays))
+    covered = []
+    for (facts, tables), position in zip(saved, positions, strict=True):
+        link = links[position.iteration]
+        validations = _validations_before(certificate, position.iteration, facts)
+        best = {t: states.table_digest(t, tables[t]) for t in BEST if t in tables}
+        problems = _differing(validations[-1]["best"] if validations else {}, best)
+        if covered:  # a rollback sets the number of rollbacks anew
+            position = replace(position, rollbacks=link["rollbacks"])
+            digests = {t: states.table_digest(t, tables[t]) for t in TABLES}
+            problems += _differing({t: link["tables"].get(t) for t in TABLES}, digests)
+            problems = [PREFIX + table for table in problems]
+        if states.progress_digest(position) != link["progress"]:
+            problems.append("progress")
+        differing += problems
+        seconds, validation = {"seconds": 0.0}, _validation_facts(validations, facts)
+        covered.append({"position": asdict(position) | seconds, "validation": validation})
     if differing:
-        raise UserError(
-            f"{name}: {', '.join(differing)} differ from the state of iteration {link['iteration']}"
-        )
-    return arrays, facts
+        text = f"{', '.join(differing)} differ from the state of iteration"
+        raise UserError(f"{name}: {text} {positions[0].iteration}")
+    rollback = {"rollback": covered[1]} if len(covered) > 1 else {}
+    return Checkpoint(arrays, covered[0] | rollback, saved[0][0])
 
 
 def _position_of(values):
@@ -223,6 +267,8 @@ class Comparison:
         Iterations of states, in order. The replay ends with the last one.
     passed : callable
         Function that rank 0 calls with each of `stops` that the replay has reached.
+    trained : callable
+        Function that is called with each iteration.
 
     Attributes
     ----------
@@ -239,12 +285,14 @@ class Comparison:
         certificate: Certificate,
         stops: Sequence[int],
         passed: Callable[[int], object] = lambda iteration: None,
+        trained: Callable[[int], object] = lambda iteration: None,
     ) -> None:
         self.states = {link["iteration"]: link for link in certificate.of_kind(STATE)}
         self.validations = {link["iteration"]: link for link in certificate.of_kind(VALIDATION)}
         self.end_link = certificate.end
+        self.loss = certificate.of_kind(START)[0]["network"]["loss"]
         self.intervals = [(s["iteration"], _intervals(s)) for s in certificate.of_kind(START)]
-        self.stops, self.passed = list(stops), passed
+        self.stops, self.passed, self.trained = list(stops), passed, trained
         self.part_end, self.is_last_part = self.stops[-1], True
         self.difference: Difference | None = None
         self.handover: tuple[Arrays, dict[str, Any]] | None = None
@@ -252,6 +300,7 @@ class Comparison:
         self.scores: dict[int, dict[str, Any]] = {}  # of validations
         self.compared = 0  # the last iteration whose validation has been compared
         self._missing: tuple[int, int] | None = None  # state after a rollback that has yet to come
+        self._is_past = False  # whether the replay keeps no state to which the run rolled back
         self._best = states.BestDigests()
 
     def begin(self, part_end: int, is_last: bool) -> None:
@@ -268,6 +317,8 @@ class Comparison:
         if position.batch > count:
             text = f"mini-batch {position.batch} of epoch {position.epoch}, which has {count}"
             raise Unreachable(f"the state is after {text}")
+        if (loss := plain(trainer.net.loss)) != self.loss:
+            raise Unreachable(f"the loss of the network is {loss}, was {self.loss}")
         trainer.writer.listeners.append(lambda record: self._validated(trainer, record))
         if trainer.position.iteration == 0:
             self._reach(trainer)
@@ -276,6 +327,7 @@ class Comparison:
 
     def iteration(self, trainer: Trainer, result: StepResult) -> None:
         self.losses[result.info.iteration] = metrics.number(result.loss)
+        self.trained(result.info.iteration)
 
     def step(self, trainer: Trainer) -> None:
         if not trainer.at_epoch_end:
@@ -285,10 +337,15 @@ class Comparison:
         self._reach(trainer)
 
     def end(self, trainer: Trainer) -> None:
-        is_complete = trainer.stopped in (None, PATIENCE, OUTPUT_FUNCTION)
-        if is_complete and self.is_to_the_end and trainer.world.rank == 0:
+        iteration, last = trainer.position.iteration, self.stops[-1]
+        if trainer.world.rank or trainer.stopped not in COMPLETE or self.difference is not None:
+            return
+        if self.is_to_the_end and iteration == last and self._missing is None:
+            self._compare_end(trainer)
             if self.difference is None:
-                self._compare_end(trainer)
+                self.passed(last)
+        elif iteration < last or self._missing is not None:
+            self.differ(iteration, f"the replay ends here, the run after iteration {last} or later")
 
     def _reach(self, trainer):
         """Compare the state if the certificate has one, and stop if this is the last one."""
@@ -302,7 +359,8 @@ class Comparison:
             trainer.wait()  # other iterations do not wait for a GPU
         if trainer.world.rank == 0:
             is_compared = self._compare(trainer, iteration, rollbacks)
-            if is_compared and self.difference is None and iteration in self.stops:
+            is_end = self.is_to_the_end and iteration == self.stops[-1]
+            if is_compared and self.difference is None and iteration in self.stops and not is_end:
                 self.passed(iteration)
         is_last = iteration == self.stops[-1]
         if iteration == self.part_end and not self.is_last_part:
@@ -366,8 +424,6 @@ class Comparison:
             self.differ(state, f"the run has rolled back {rollbacks} times, the replay has not")
         self._is_past = is_kept
 
-    _is_past = False
-
     def _compare_state(self, trainer, link):
         iteration, losses = link["iteration"], link["losses"]
         for i, loss in enumerate(losses, iteration - len(losses) + 1):
@@ -405,17 +461,13 @@ class Comparison:
     def _validated(self, trainer, record):
         if record["kind"] != "validation" or trainer.world.rank:
             return
-        best = self._best.of(trainer.validation.best)
+        best = self._best.digests_of(trainer.validation.best)
         scores = {name: metrics.number(record[name]) for name in ("loss", "accuracy")}
         self.scores[record["iteration"]] = {**scores, "best": best}
 
     def _compare_end(self, trainer):
         """Compare the results of the run."""
-        link, iteration = self.end_link, trainer.position.iteration
-        last = link["iteration"]
-        if iteration != last:
-            self.differ(iteration, f"the replay ends here, the run after iteration {last}")
-            return
+        link, last = self.end_link, self.stops[-1]
         self._compare_validations(last, is_end=True)
         loss, accuracy = trainer.validation.of_the_result()
         validation = None
@@ -435,6 +487,9 @@ class Comparison:
 def _snapshot(trainer):
     arrays, facts = run_state.collect(trainer)
     return run_state.copied(arrays), {"position": asdict(trainer.position), **facts}
+
+
+SILENT = Console(1)  # that of a rank that prints nothing
 
 
 class Replay:
@@ -491,32 +546,30 @@ class Replay:
         loaded = on_rank_0(self.world, lambda: load_covered(str(point.path), self.certificate))
         if loaded is None:
             raise UserError(f"{printable(point.path)}: the file has changed since the audit began")
-        arrays, facts = loaded
-        validation = _validation_facts(self.certificate, arrays, facts, point)
-        position = {**facts["position"], "seconds": 0.0}
-        return arrays, {"position": position, "validation": validation, **_rollback_facts(facts)}
+        return loaded.arrays, loaded.covered
 
     def _train(self, start, resume, comparison):
         world, material = self.world, self.material
         options = options_of(self.certificate, start, material.replaced)
         images, options = held_out(material.train, options)
         net, optimizer = material.network(), material.optimizer()
-        input_pipeline.check(net, images, options)
         if resume is not None:
             resume = _with_facts(resume, options, net, images, world, optimizer)
-        console = Console(1)  # prints nothing
         with FolderLock(world) as lock:
             session = Session(world, lock, None, resume)
-            session.use_options(options, console)
+            session.use_options(options, SILENT)
             with session.active((), self.signals):
-                result = session.train(net, images, options, [comparison], optimizer=optimizer)
+                try:
+                    input_pipeline.check(net, images, options)
+                    result = session.train(net, images, options, [comparison], optimizer=optimizer)
+                except UserError as error:  # such as arrays that the network does not have
+                    raise Unreachable(str(error)) from None
         self.net = net
-        if result.stopped == REACHED:
-            self.signals.agreed = False
-            if self.signals.name == REACHED:  # another rank may have received a signal
-                self.signals.name = None
-        elif result.stopped not in (None, PATIENCE, OUTPUT_FUNCTION):
+        if result.stopped not in (*COMPLETE, REACHED):
             self.stopped = result.stopped
+        elif self.signals.name == REACHED:  # otherwise this rank may have received a signal
+            self.signals.name = None
+        self.signals.agreed = False
 
 
 def _with_facts(resume, options, net, images, world, optimizer):
@@ -530,25 +583,29 @@ def _with_facts(resume, options, net, images, world, optimizer):
     return arrays, {**facts, **json.loads(json.dumps({**rest, **input_pipeline.facts(options)}))}
 
 
-def _validation_facts(certificate, arrays, facts, point):
-    """Return the state of the validations at a checkpoint, from the links of the certificate."""
-    links = [v for v in certificate.of_kind(VALIDATION) if v["iteration"] <= point.iteration]
+def _validations_before(certificate, iteration, facts):
+    """Return the links of the validations that a checkpoint has.
+
+    A validation of its iteration may have come later: at the end of the run, or because a signal
+    interrupted it.
+    """
+    links = [v for v in certificate.of_kind(VALIDATION) if v["iteration"] <= iteration]
     saved = facts.get("validation")
-    is_owed = isinstance(saved, dict) and saved.get("owed") is True
-    if is_owed and links and links[-1]["iteration"] == point.iteration:
-        links = links[:-1]  # the resumed run made this validation first
-    best = {name: states.table_digest(name, arrays[name]) for name in BEST if name in arrays}
-    if best != (links[-1]["best"] if links else {}):
-        raise UserError(
-            f"{printable(point.path)}: the best network differs from that of the certificate"
-        )
-    state: dict[str, Any] = {
-        "loss": float("inf"),
-        "accuracy": None,
-        "iteration": 0,
-        "waited": 0,
-        "owed": is_owed,
-    }
+    is_known = isinstance(saved, dict) and saved.get("at") == iteration and not _is_owed(facts)
+    is_last = bool(links) and links[-1]["iteration"] == iteration
+    return links[:-1] if is_last and not is_known else links
+
+
+def _is_owed(facts):
+    """Return whether a resumed run first makes the validation of the checkpoint's iteration."""
+    saved = facts.get("validation")
+    return isinstance(saved, dict) and saved.get("owed") is True
+
+
+def _validation_facts(links, facts):
+    """Return the state of the validations at a checkpoint, from the links of the certificate."""
+    state: dict[str, Any] = {"loss": float("inf"), "accuracy": None, "iteration": 0}
+    state |= {"waited": 0, "owed": _is_owed(facts)}
     for link in links:
         if link["loss"] is not None and link["loss"] < state["loss"]:
             state |= {name: link[name] for name in ("loss", "accuracy", "iteration")}
@@ -560,13 +617,3 @@ def _validation_facts(certificate, arrays, facts, point):
         loss = float("nan") if last["loss"] is None else last["loss"]
         state |= {"last": [last["accuracy"], loss, 0], "at": last["iteration"]}
     return state
-
-
-def _rollback_facts(facts):
-    """Return the facts of the state to which a run rolls back, if the checkpoint has one."""
-    try:
-        saved = facts["rollback"]
-        position = asdict(_position_of(saved["position"]))
-        return {"rollback": {"position": position, "validation": saved["validation"]}}
-    except (KeyError, TypeError, ValueError):
-        return {}

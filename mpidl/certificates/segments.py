@@ -93,9 +93,21 @@ def around(certificate: Certificate, starts: Sequence[int], steps: Segment) -> S
 
 
 def draw(segments: Sequence[Segment], count: int, seed: int) -> set[Segment]:
-    """Return `count` segments that a seed draws, or all."""
-    order = keyed.permutation(len(segments), seed, "audit")
-    return {segments[i] for i in order[:count].tolist()}
+    """Return `count` segments that a seed draws, or all.
+
+    One iteration after the other is drawn from the segments that remain, so a forger cannot hide
+    most of a run in one segment without checkpoints.
+    """
+    remaining, drawn = list(segments), set()
+    for word in keyed.words(seed, "audit", min(count, len(remaining))).tolist():
+        target = word % sum(last - first for first, last in remaining)
+        for segment in remaining:
+            target -= segment[1] - segment[0]
+            if target < 0:
+                break
+        remaining.remove(segment)
+        drawn.add(segment)
+    return drawn
 
 
 def farthest(

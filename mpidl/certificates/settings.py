@@ -58,7 +58,9 @@ def options_from(texts: Mapping[str, str], **replaced: Any) -> TrainingOptions:
             values[name] = _augmenter(text)
             continue
         if name not in OPTIONS:
-            raise UserError(f"unknown option {name:.50}")
+            raise UserError(
+                f"unknown option {name:.50} in the certificate: install the mpidl that wrote it"
+            )
         if text.startswith(FUNCTION):
             raise UserError(f"{flag(name)}: expected the {text:.100}, which Python programs pass")
         values[name] = value_of(name, text)

@@ -6,6 +6,7 @@ allowed_signers -I NAME -s certificate.json.sig < certificate.json`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ NAMESPACE = "mpidl-certificate"  # in every signature, so it is valid for no oth
 ENDING = ".sig"  # of the name of a signature
 PATIENCE = 60.0  # seconds; an agent may ask its user to confirm, who may not be there
 LARGEST = 1 << 16  # bytes of a signature
+KEY_TYPES = (b"ssh-", b"ecdsa-", b"sk-")  # how the line of a public key begins
 NOISE = ("Signing ", "Could not verify signature", "@")  # lines that do not give a reason
 GOOD = re.compile(r'^Good "[^"]*" signature .*with (\S+) key (\S+)$', re.MULTILINE)
 
@@ -110,7 +112,8 @@ def verify(
     path, signature : path
         The signed file, and the file of its signature.
     allowed_signers : path, optional
-        File with the names and keys of those who may sign, as `man ssh-keygen` describes it.
+        File with the names and keys of those who may sign, as `man ssh-keygen` describes it, or
+        with public keys alone, such as id_ed25519.pub; its name then is the signer's.
     identity : str, optional
         The name in `allowed_signers` that must have signed; by default, any name.
 
@@ -130,11 +133,12 @@ def verify(
     signer = Signer(None, *good.groups())
     if allowed_signers is None:
         return signer
-    names = _principals(signature, allowed_signers)
-    for name in names if identity is None else [identity]:
-        result = _checked("verify", path, signature, "-f", allowed_signers, "-I", name)
-        if result.returncode == 0:
-            return signer._replace(principal=name)
+    with _named(allowed_signers) as rules:
+        names = _principals(signature, rules)
+        for name in names if identity is None else [identity]:
+            result = _checked("verify", path, signature, "-f", rules, "-I", name)
+            if result.returncode == 0:
+                return signer._replace(principal=name)
     expected = f"a key in {printable(allowed_signers)}"
     expected += "" if identity is None else f" for {identity}"
     owners = f", the key of {name_list(names)}: {_reason(result)}" if names else ""
@@ -164,13 +168,28 @@ def _check_size(signature):
         )
 
 
-def _principals(signature, allowed_signers):
-    """Return the names in a file of allowed signers whose key made a signature."""
+@contextlib.contextmanager
+def _named(allowed_signers):
+    """Yield a file of allowed signers; public keys without names get the name of their file."""
     try:
-        with open_for_reading(allowed_signers):
-            pass
+        with open_for_reading(allowed_signers) as file:
+            lines = file.read(LARGEST).splitlines()
     except OSError as error:
         raise unreadable(allowed_signers, error) from None
+    lines = [line for line in lines if line.strip() and not line.lstrip().startswith(b"#")]
+    if not lines or not all(line.startswith(KEY_TYPES) for line in lines):
+        yield allowed_signers
+        return
+    name = re.sub(r"[^\w.@+-]", "_", os.path.basename(allowed_signers), flags=re.ASCII)
+    with tempfile.TemporaryDirectory(prefix="mpidl-") as folder:
+        path = os.path.join(folder, "allowed_signers")
+        with open(path, "wb") as file:
+            file.writelines(name.encode() + b" " + line + b"\n" for line in lines)
+        yield path
+
+
+def _principals(signature, allowed_signers):
+    """Return the names in a file of allowed signers whose key made a signature."""
     result = _ssh_keygen("find-principals", "-s", signature, "-f", allowed_signers)
     return [] if result.returncode else result.stdout.splitlines()
 

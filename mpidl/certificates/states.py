@@ -82,7 +82,7 @@ class BestDigests:
         self._best: Tables = {}
         self._digests: dict[str, str] = {}
 
-    def of(self, best: Tables) -> dict[str, str]:
+    def digests_of(self, best: Tables) -> dict[str, str]:
         """Return {table: digest} of `Validation.best`.
 
         Each best network is a new dict. After a rollback, another network may be the best one of

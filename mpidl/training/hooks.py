@@ -276,10 +276,10 @@ def of_run(
         from mpidl.training.skipped_images import SkippedImagesHook
 
         hooks.append(SkippedImagesHook())
-    if options.audit_every:
-        from mpidl.training.audit import AuditHook
+    if options.compare_ranks_every:
+        from mpidl.training.rank_comparison import RankComparisonHook
 
-        hooks.append(AuditHook())
+        hooks.append(RankComparisonHook())
     hooks += [rollback] if rollback is not None else []
     hooks += [RankTimesHook(), *at_checkpoints, CheckpointHook(), StopFileHook()]
     if options.plots != "none":

@@ -24,11 +24,11 @@ from mpidl.training import (
     memory_budget,
     skipped_images,
 )
-from mpidl.training.audit import audit
 from mpidl.training.files import run_state
 from mpidl.training.files.run_folder import RunWriter
 from mpidl.training.final_network import validated_network
 from mpidl.training.progress import OUTPUT_FUNCTION, Position, Result
+from mpidl.training.rank_comparison import compare_ranks
 from mpidl.training.schedules import rate_of
 from mpidl.training.step_selection import make_step
 from mpidl.training.weight_average import WeightAverage
@@ -389,15 +389,15 @@ class Run:
         except NotFinite as error:
             problem = error
         if self.world.gop("or", problem is not None):
-            self.audit()  # raise a Fault if only some of the ranks have this problem
+            self.compare_ranks()  # raise a Fault if only some of the ranks have this problem
         if problem is not None:
             raise problem
 
-    def audit(self) -> None:
+    def compare_ranks(self) -> None:
         """Raise Fault if the weights differ between ranks. Collective."""
         self.wait()
-        with self.console.stage("audit"):
-            audit(self.world, run_state.progress(self)[0], self.position.iteration)
+        with self.console.stage("comparison of the ranks"):
+            compare_ranks(self.world, run_state.progress(self)[0], self.position.iteration)
 
     @contextlib.contextmanager
     def renewed_step(self) -> Iterator[None]:

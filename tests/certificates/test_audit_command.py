@@ -1,5 +1,6 @@
 """Test that an audit finds and names each kind of tampering, and that it accepts an honest run."""
 
+import copy
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from mpidl.training import golden
 from mpidl.training.files import model_file
 
 SIGNER = "alice@example.org"
+SLOW = pytest.mark.slow("jobs")
 
 
 def new_key(path):
@@ -60,7 +62,7 @@ def audit_files(folder, *words, signers=True):
 def test_an_honest_run_is_equal(honest):
     result = audit_files(honest)
     assert (result.code, result.differing) == (0, []), result.lines
-    verdicts = {line.split("  ")[0]: line[22:].split()[0] for line in result.lines[:-1]}
+    verdicts = {line.split("  ")[0]: line[22:].split()[0] for line in result.lines[:-2]}
     segments = [f"iterations {a}-{b}" for a, b in ((0, 4), (4, 8), (8, 12), (12, 15))]
     subjects = "certificate signature software arithmetic model options checkpoints data network"
     names = [*subjects.split(), "initial weights", *segments, "test"]
@@ -68,6 +70,9 @@ def test_an_honest_run_is_equal(honest):
     assert result.rows("signature")[0][1].startswith(f"{SIGNER} (ED25519 SHA256:")
     (checkpoints,) = result.rows("checkpoints")
     assert checkpoints == ("equal", "5, of iterations 0, 4, 8, 12, 15")
+    statement = json.loads((honest / "run" / "certificate.json").read_text())
+    head = f"head: {statement['predicate']['head']}"
+    assert result.lines[-2:] == [head, "equal: nothing differs, 15 of 15 iterations were replayed"]
 
 
 # Tampering with the images.
@@ -135,7 +140,7 @@ def test_other_images_are_named(files, kind):
     result = audit_files(files)
     assert (result.code, result.differing) == (1, ["data"]), result.lines
     assert any(v == "DIFFERENT" and text in line for v, line in result.rows("data")), result.lines
-    assert result.rows("iterations") == [("none", "not replayed, because the data differ")]
+    assert result.rows("iterations") == [("unchecked", "not replayed, because the data differ")]
 
 
 def test_other_test_images_do_not_prevent_replays(files):
@@ -199,6 +204,14 @@ FORGERIES = {
         "optim",
     ),
     "the seed": (0, ("options", "seed"), "1", "initial weights", "not those of "),
+    "a limit of iterations": (
+        *(0, ("options", "max_iterations"), "9", "iterations 0-15"),
+        "from iteration 9 on: the replay ends here, the run after iteration 15 or later",
+    ),
+    "the number of epochs": (
+        *(0, ("options", "epochs"), "4", "iterations 0-15"),
+        "from iteration 16 on: the options train on, but the run has ended",
+    ),
     "an attribute of a layer": (
         *(0, ("network", "layers", 1, "epsilon"), 1e-3, "iterations 0-15", CERTIFICATE),
     ),
@@ -261,6 +274,87 @@ def test_a_forged_certificate_differs(files, kind):
     assert result.rows("certificate")[0][0] == "equal"
 
 
+def another_validation(links):
+    """Add a validation with a better result before the true one."""
+    i = index_of(links, "validation", 12)
+    links.insert(i, {**links[i], "loss": 0.001, "accuracy": 1.0})
+
+
+def no_iterations(links):
+    end = {**links[-1], "iteration": 0, "returned_iteration": 0}
+    links[:] = [links[0], links[index_of(links, "state", 0)], end]
+
+
+def another_best(links):
+    """Change the best network at a validation that is not better than the one before."""
+    for link in links:
+        if link["kind"] == "validation":
+            link["best"] = {"best_learnables": ZEROS}
+    i = index_of(links, "validation", 12)
+    links[i] |= {"loss": 9.0, "best": {"best_learnables": "1" * 64}}
+
+
+def other_entry(name, change):
+    """Return a function that lets the first start have another entry than a later one."""
+
+    def forge_links(links):
+        later = {"kind": "start", "iteration": 8, "ranks": 1, name: copy.deepcopy(links[0][name])}
+        links.insert(index_of(links, "state", 8) + 1, later)
+        links[0][name] = change(links[0][name])
+
+    return forge_links
+
+
+def another_loss(links):
+    links[0]["network"]["loss"] = {"name": "focal"}
+
+
+def index_of(links, kind, iteration):
+    return [(link["kind"], link["iteration"]) for link in links].index((kind, iteration))
+
+
+# {kind: (change of the links, subject, text)}
+CHAINS = {
+    "a better validation": (another_validation, "certificate", "expected one validation per"),
+    "no iterations": (no_iterations, "certificate", "expected at least one iteration"),
+    "another best network": (
+        another_best,
+        "certificate",
+        "expected the best network of the lowest",
+    ),
+    "other images in the first start": (
+        *(other_entry("data", lambda data: {**data, "train": {**data["train"], "root": ZEROS}}),),
+        *("data", "the start at iteration 8 has another entry data than the first"),
+    ),
+    "another sweep in a later start": (
+        *(other_entry("sweep", lambda sweep: {"file": ZEROS, "trial": 1, "trials": 1}),),
+        *("options", "the start at iteration 8 has another entry sweep than the first"),
+    ),
+    "the loss of the network": (another_loss, "iterations 0-15", "loss of the network is"),
+}
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_a_chain_that_no_run_writes(files, kind):
+    change, subject, text = CHAINS[kind]
+    remove_checkpoints(files)
+    forge(files, lambda predicate: change(predicate["chain"]))
+    result = audit_files(files, signers=False)
+    assert result.code == 1 and subject in result.differing, result.lines
+    assert any(v == "DIFFERENT" and text in line for v, line in result.rows(subject)), result.lines
+
+
+@pytest.mark.parametrize("names", [("weights", "weights"), ("weights", "other.h5")])
+def test_subjects_that_no_audit_compares(files, names):
+    def change(statement):
+        digest = statement["subject"][0]["digest"]
+        statement["subject"] = [{"name": name, "digest": digest} for name in names]
+
+    certificate_files.changed(files / "run" / "certificate.json", change)
+    with pytest.raises(UserError, match="subject"):
+        audit_files(files, signers=False)
+
+
 # Tampering with files, and runs that were not trained as they say.
 
 
@@ -285,6 +379,37 @@ def change_checkpoint(table):
 def change_model(folder):
     path = folder / "run" / "model.h5"
     change_file(path, "learnables", "conv1.weight")
+
+
+def name_model(folder, sha256):
+    def change(statement):
+        subjects = [x for x in statement["subject"] if x["name"] != "model.h5"]
+        if sha256 is not None:
+            subjects.append({"name": "model.h5", "digest": {"sha256": sha256}})
+        statement["subject"] = subjects
+
+    certificate_files.changed(folder / "run" / "certificate.json", change)
+
+
+def replace_model(folder):
+    """Name the file of other weights in the certificate, whose chain has the true weights."""
+    change_model(folder)
+    name_model(folder, recording.sha256_of_file(folder / "run" / "model.h5"))
+
+
+def conceal_model(folder):
+    change_model(folder)
+    name_model(folder, None)
+
+
+def rename_classes(folder):
+    path = folder / "run" / "model.h5"
+    arrays, attributes = model_file.read(path)
+    attributes["classes"] = json.dumps(["dot", "bar", "box"])
+    for key in ("format", "format_version"):
+        del attributes[key]
+    path.write_bytes(model_file.pack(arrays, attributes))
+    name_model(folder, recording.sha256_of_file(path))
 
 
 def change_without_mending(*arguments):
@@ -382,6 +507,9 @@ FILES = {
     ),
     "a torn checkpoint": (tear_checkpoint, "checkpoints", "00000008.h5: expected a checkpoint"),
     "a weight in the model": (change_model, "model", "model.h5: weights_sha256 is "),
+    "another model, and its digest": (replace_model, "model", "model.h5: weights_sha256 is "),
+    "another model, and no digest": (conceal_model, "model", "model.h5: weights_sha256 is "),
+    "the classes of the model": (rename_classes, "model", "classes is ['dot', 'bar', 'box'], was"),
     "an option, and the checkpoints kept": (
         *(forge_option, "options", "--learning-rate is 0.01, in the certificate 0.02"),
     ),
@@ -423,7 +551,9 @@ def change_facts(folder, *keys, value):
     path.write_bytes(model_file.pack(arrays, attributes))
 
 
-@pytest.mark.parametrize("value", [[1], {}, "8", True, None])
+@pytest.mark.parametrize(
+    "value", [[1], *(pytest.param(v, marks=SLOW) for v in ({}, "8", True, None))]
+)
 def test_a_checkpoint_with_a_hostile_position(files, value):
     change_facts(files, "position", "iteration", value=value)
     result = audit_files(files, "--steps", "9:10")
@@ -434,12 +564,12 @@ def test_a_checkpoint_with_a_hostile_position(files, value):
 @pytest.mark.parametrize(
     ("keys", "value"),
     [
-        (("validation",), None),
         (("validation", "waited"), 10**9),
-        (("optimizer",), ["Other", []]),
-        (("fingerprint",), 5),
-        (("run",), {"network": "evil.py:run"}),
-        (("numerics",), 99),
+        pytest.param(("validation",), None, marks=SLOW),
+        pytest.param(("optimizer",), ["Other", []], marks=SLOW),
+        pytest.param(("fingerprint",), 5, marks=SLOW),
+        pytest.param(("run",), {"network": "evil.py:run"}, marks=SLOW),
+        pytest.param(("numerics",), 99, marks=SLOW),
     ],
 )
 def test_facts_of_a_checkpoint_that_an_audit_does_not_use(files, keys, value):
@@ -471,6 +601,37 @@ def test_hostile_entries_of_a_start(files, keys, value, text):
     with pytest.raises(UserError) as error:
         audit_files(files, signers=False)
     assert text in str(error.value)
+
+
+def test_a_state_to_roll_back_to_is_covered(honest, tmp_path):
+    """A checkpoint between two kept states also has the earlier one."""
+    words = ("--on-nan", "rollback", "--average", "none", "--output-network", "best-validation")
+    train_run(honest / "set.npz", tmp_path / "run", *words)
+    run = shutil.copytree(tmp_path / "run", tmp_path / "other" / "run")
+    assert audit(run, honest / "set.npz").rows("checkpoints")[0][1].startswith("5, of")
+    path = run / "checkpoints" / "00000008.h5"
+    arrays, _ = model_file.read(path)
+    for table in ("rollback_learnables", "rollback_best_learnables"):
+        path.unlink()
+        shutil.copy(tmp_path / "run" / "checkpoints" / path.name, path)
+        change_file(path, table, next(iter(arrays[table])))
+        result = audit(run, honest / "set.npz", "--steps", "9:10")
+        assert result.differing == ["checkpoints"]
+        assert f"{table} differ" in result.rows("checkpoints")[0][1]
+    shutil.copy(tmp_path / "run" / "checkpoints" / path.name, path)
+    change_facts(tmp_path / "other", "rollback", "position", "loss", value=0.5)
+    assert audit(run, honest / "set.npz", "--steps", "9:10").differing == ["checkpoints"]
+
+
+def test_a_rollback_that_never_comes(honest, tmp_path):
+    """A state after the last kept one claims that the run has rolled back."""
+    run = train_run(honest / "set.npz", tmp_path / "run", "--on-nan", "rollback")
+    claims = {"rollbacks": 1, "tables": {"learnables": ZEROS}, "losses": [0.0]}
+    index = state_at(tmp_path, 15)
+    remove_checkpoints(tmp_path)
+    forge(tmp_path, lambda predicate: predicate["chain"][index].update(claims))
+    result = audit(run, honest / "set.npz")
+    assert_differs(result, "iterations 0-15", "the replay ends here, the run after iteration 15")
 
 
 def test_mini_batches_that_an_epoch_does_not_have(files):
@@ -572,9 +733,7 @@ def test_images_that_the_certificate_does_not_claim(honest, train_dishonestly, t
     assert_differs(result, "iterations 0-4", CERTIFICATE)
 
 
-@pytest.mark.parametrize(
-    "build", [pytest.param("numpy", marks=pytest.mark.slow("jobs")), "generic"]
-)
+@pytest.mark.parametrize("build", [pytest.param("numpy", marks=SLOW), "generic"])
 def test_other_kernels(honest, tmp_path, build):
     """The cause is the arithmetic; if the certificate conceals it, it is the certificate."""
     folder = tmp_path / "generic"
@@ -589,7 +748,10 @@ def test_other_kernels(honest, tmp_path, build):
     shutil.copy(honest / "set.npz", folder)
     result = audit_files(folder, signers=False)
     (arithmetic,) = result.rows("arithmetic")
-    assert arithmetic[0] == "other" and f"(--device cpu with MPIDL_CPU={build})" in arithmetic[1]
+    assert (
+        arithmetic[0] == "other"
+        and f"replay it with --device cpu and MPIDL_CPU={build})" in arithmetic[1]
+    )
     assert_differs(result, "iterations 0-4", "cause: the arithmetic of this machine")
     current = sources.arithmetic(dl.World())
     forge(folder, put(current, 0, "arithmetic"))
@@ -620,15 +782,16 @@ def test_other_sources_explain_a_difference_but_are_none(files):
 
 
 def test_steps_and_samples(honest):
-    result = audit_files(honest, "--steps", "5:9")
-    assert [line for line in result.lines if line.startswith("iterations")][0].split()[1] == "4-10"
-    assert result.code == 0 and not result.rows("test")
+    for steps, segment in (("5:9", "4-10"), ("8:8", "4-8"), ("15:15", "12-15"), ("0:0", "0-0")):
+        result = audit_files(honest, "--steps", steps)
+        assert result.code == 0 and result.rows(f"iterations {segment}")[0][0] == "equal"
+        assert bool(result.rows("test")) == (segment == "12-15")
     samples = []
     for seed in (0, 1, 2, 0):
         result = audit_files(honest, "--sample", 2, "--seed", seed)
         (sample,) = result.rows("sample")
         segments = [x.split()[1] for x in result.lines if x.startswith("iterations")]
-        is_added = sample[1].endswith(", and the last one")
+        is_added = sample[1].endswith(", and 1 in which the result was formed")
         assert sample[1].startswith(f"2 of 4 segments, drawn by --seed {seed}")
         assert len(segments) == 2 + is_added and segments[-1] == "12-15" and result.code == 0
         samples.append(segments)
@@ -646,12 +809,12 @@ def test_a_checkpoint_that_was_changed_is_not_a_start(files):
 
 def test_the_certificate_alone(honest, tmp_path):
     shutil.copy(honest / "run" / "certificate.json", tmp_path)
-    shutil.copy(honest / "run" / "certificate-images.txt", tmp_path)
     result = audit(tmp_path / "certificate.json", honest / "set.npz")
     assert result.code == 0, result.lines
-    for subject in ("signature", "model", "checkpoints"):
-        assert result.rows(subject)[0][0] == "none"
+    for subject in ("signature", "model", "checkpoints", "manifest"):
+        assert result.rows(subject)[0][0] == "unchecked"
     assert result.rows("iterations 0-15")[0][0] == "equal"
+    assert result.lines[-1].endswith("; unchecked: signature, model, checkpoints, manifest")
     result = audit(
         tmp_path / "certificate.json", honest / "set.npz", "--checkpoints", honest / "run"
     )
@@ -692,5 +855,5 @@ def test_unusable_arguments(honest, words, text):
 
 
 def test_images_that_a_certificate_does_not_name(honest):
-    with pytest.raises(UserError, match="--data: expected the images of the run"):
+    with pytest.raises(UserError, match=r"--data: expected the images of the run \(train: 66\)"):
         audit(honest / "run", None)

@@ -12,6 +12,7 @@ import mpidl as dl
 from mpidl.certificates import certificate, replay, settings
 from mpidl.errors import UserError
 from mpidl.training import golden
+from mpidl.training.files import model_file
 from mpidl.training.options.training_options import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("without_plots", "machine")
@@ -68,7 +69,7 @@ def assert_equal(result, last):
     assert result.is_equal and not result.differing, str(result)
     segments = [f.subject for f in result.findings if f.subject.startswith("iterations")]
     assert segments and segments[-1].endswith(f"-{last}")
-    assert str(result).endswith("\nequal")
+    assert result.conclusion.startswith("equal: ") and str(result).endswith(result.conclusion)
 
 
 def test_a_run_of_a_program(world, out):
@@ -88,7 +89,7 @@ def test_a_run_of_a_program(world, out):
     result = audit(world, out, net=small(dl.Dense(4)))
     assert result.differing[0] == "network" and not result.is_equal
     result = audit(world, out, store=pictures(100, "other"))
-    assert result.differing == ["data"] and verdicts(result)["iterations"] == "none"
+    assert result.differing == ["data"] and verdicts(result)["iterations"] == "unchecked"
     assert verdicts(dl.audit(str(out), world=world)).keys() >= {"certificate", "checkpoints"}
 
 
@@ -112,7 +113,9 @@ def test_sampled_segments(world, out):
     new = audit(world, out, sample=2)
     text = world.gather(text_of(new, "sample"))
     assert text is None or len(set(text)) == 1  # all ranks drew the same segments
-    assert [f.subject for f in audit(world, out, steps=(5, 5)).findings][-1] == "iterations 4-6"
+    result = audit(world, out, steps=(5, 5))
+    assert [f.subject for f in result.findings][-2:] == ["iterations 4-6", "results"]
+    assert "2 of 12 iterations were replayed; unchecked: " in result.conclusion
 
 
 class Jump:
@@ -137,7 +140,7 @@ def test_a_jump_is_in_the_segment_with_the_largest_distance(world, out, options)
     assert text.startswith("from iteration 6 on: the loss is ")
     assert text.endswith(", or the hooks of the run changed it")
     names = [f.subject for f in result.findings if f.subject.startswith("iterations")]
-    assert len(names) == 2  # the other one is the last
+    assert len(names) == 3  # the others are the one before, and the last
     assert verdicts(audit(world, out, largest=9))["iterations 0-4"] == "equal"
 
 
@@ -212,6 +215,28 @@ def test_a_run_that_ended_by_its_validations(world, out):
     assert audit(world, out, options=changed).differing == ["data"]
     longer = options_of(**options | {"validation_patience": 7})
     assert "options" in audit(world, out, options=longer).differing
+
+
+@SLOW_ON_RANKS
+def test_the_best_network_in_a_checkpoint(world, out):
+    """A forged best network is found before a replay would return it."""
+    options = {"validation": pictures(40, "validation"), "validation_frequency": 2}
+    options = options_of(**options, output_network="best-validation", learning_rate=0.3)
+    dl.train(small(), pictures(100), options, world=world, out=str(out))
+    assert_equal(audit(world, out, options=options), 12)
+    path = out / "checkpoints" / "00000008.h5"
+    if world.rank == 0:
+        arrays, attributes = model_file.read(path)
+        arrays["best_learnables"]["dense1.weight"][0] += 1
+        for key in ("format", "format_version"):
+            del attributes[key]
+        path.unlink()
+        path.write_bytes(model_file.pack(arrays, attributes))
+    world.barrier()
+    result = audit(world, out, options=options, steps=(9, 12))
+    assert result.differing == ["checkpoints"]
+    expected = f"{path}: best_learnables differ from the state of iteration 8"
+    assert text_of(result, "checkpoints") == expected
 
 
 def test_options_that_a_resumed_run_has_changed(world, out):

@@ -19,15 +19,16 @@ def test_segments_are_between_starts_and_end_at_the_end():
     assert segments.adjacent([(0, 10), (10, 20), (40, 45)]) == [[(0, 10), (10, 20)], [(40, 45)]]
 
 
-def test_each_segment_is_drawn_with_the_same_probability():
+def test_each_iteration_is_drawn_with_the_same_probability():
     counts = collections.Counter()
+    lengths = {(0, 10): 10, (10, 40): 30, (40, 45): 5, (45, 50): 5}
     for seed in range(1000):
-        drawn = segments.draw(SEGMENTS, 2, seed)
-        assert len(drawn) == 2
-        counts.update(drawn)
-    # 400 +- 5 standard deviations of a binomial distribution
-    assert all(abs(count - 400) < 80 for count in counts.values()) and len(counts) == 5
+        counts.update(segments.draw([*lengths], 1, seed))
+        assert len(segments.draw([*lengths], 3, seed)) == 3
+    # 5 standard deviations of a binomial distribution are at most 80
+    assert all(abs(counts[segment] - 20 * n) < 80 for segment, n in lengths.items())
     assert segments.draw(SEGMENTS, 9, 0) == set(SEGMENTS)
+    assert segments.draw(SEGMENTS, 2, 7) == segments.draw(SEGMENTS, 2, 7)
 
 
 def test_distances_count_per_learning_rate():

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +79,15 @@ def test_allowed_signers_may_be_patterns(tmp_path, certificate, key):
         assert principal == (identity or "*@example.com")
     with pytest.raises(UserError, match="for alice@example.org, found SHA256"):
         signing.verify(certificate, signature, signers, "alice@example.org")
+
+
+def test_public_keys_alone_may_sign_by_the_name_of_their_file(tmp_path, certificate, key):
+    signature, other = signing.sign(certificate, key), new_key(tmp_path, "other")
+    keys = tmp_path / "alice's keys"
+    keys.write_text("".join(Path(f"{path}.pub").read_text() for path in (other, key)))
+    assert signing.verify(certificate, signature, keys).principal == "alice_s_keys"
+    with pytest.raises(UserError, match=r"expected a key in .*other\.pub, found SHA256:"):
+        signing.verify(certificate, signature, f"{other}.pub")
 
 
 def test_a_second_signature_replaces_the_first(tmp_path, certificate, key):

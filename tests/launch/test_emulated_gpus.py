@@ -209,7 +209,7 @@ def test_an_audit_on_other_ranks(single, pictures):
     """A run on one GPU is replayed on two; CPUs compute differently, which the audit says."""
     words = ["audit", single, "--data", pictures, "--threads", 1]
     lines = run(2, *words, "--device", "gpu", env=NCCL, check=0).stdout.splitlines()
-    assert lines[-1] == "equal: all checks agree with the certificate", lines
+    assert lines[-1].startswith("equal: nothing differs, "), lines
     assert len([line for line in lines if line.startswith("iterations ")]) > 1
     lines = pool.run(1, "-m", "mpidl.audit", *words[1:], "--device", "cpu", check=1).stdout
     assert "; cause: the arithmetic of this machine" in lines and "--device gpu" in lines

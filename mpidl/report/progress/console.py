@@ -120,13 +120,15 @@ class Console:
                 self._draw()
 
     @contextlib.contextmanager
-    def stage(self, name: str, images: int = 0) -> Iterator[Callable[[int], None]]:
+    def stage(
+        self, name: str, images: int = 0, unit: str = "images"
+    ) -> Iterator[Callable[[int], None]]:
         """Show a stage of the run, such as "validation", while the `with` block runs, which calls
         the yielded function with the number of processed images; 0 images are not counted. A
         terminal shows the name, the progress and the time next to the bar. A log gets a line if it
         had none for 9 s.
         """
-        stage = Stage(name, images)
+        stage = Stage(name, images, unit)
         if self.stream is None or not self.progress:
             yield stage.advance
             return
@@ -225,6 +227,11 @@ class Console:
         if note is not None:
             self.line(f"note: {note}")
 
+    def certificate(self, path: str, fact: str) -> None:
+        """Print where the certificate of the run is, and a fact about it."""
+        if self.progress:
+            self.line(f"Certificate: {path}, {fact}")
+
     def _row(self, cells, validation, has_accuracy):
         """Print a row of the table, with the scores of a validation if there is one."""
         if validation is not None:
@@ -249,6 +256,16 @@ class Console:
                 self.line(f"Test {name}: {text}")
         self.line(f"Training time: {rows.clock(seconds)}")
         self.line(f"Results: {out}")
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Remove the bar until the next update, for lines on another stream in the `with` block."""
+        with self.lock:
+            if self.bar is not None:
+                bar, self.bar = self.bar, None
+                bar.close()
+            self.line_time = time.monotonic()
+            yield
 
     def close(self) -> None:
         """Remove the bar."""

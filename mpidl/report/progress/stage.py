@@ -11,11 +11,11 @@ from collections.abc import Callable
 class Stage:
     """A part of a run that is not an iteration, such as the validation.
 
-    With 0 images, images are not counted.
+    With 0 images, images are not counted. `unit` says what is counted instead of images.
     """
 
-    def __init__(self, name: str, images: int = 0) -> None:
-        self.name, self.images, self.processed = name, images, 0
+    def __init__(self, name: str, images: int = 0, unit: str = "images") -> None:
+        self.name, self.images, self.unit, self.processed = name, images, unit, 0
         self.start_time = time.monotonic()
 
     def advance(self, processed: int) -> None:
@@ -24,7 +24,7 @@ class Stage:
 
     def describe(self) -> str:
         """Return a text such as "validation: 1280 of 10000 images (12 s)"."""
-        counted = f": {self.processed} of {self.images} images" if self.images else ""
+        counted = f": {self.processed} of {self.images} {self.unit}" if self.images else ""
         seconds = int(time.monotonic() - self.start_time)
         return f"{self.name}{counted}" + (f" ({seconds} s)" if seconds else "")
 

@@ -20,10 +20,10 @@ from mpidl.ranks import hang_report
 from mpidl.report import Metrics, history, metrics, status
 from mpidl.report.run_files import BAD_IMAGES, CLASS_METRICS, CONFUSION, OPTIONS, SUMMARY
 from mpidl.training import tracking
-from mpidl.training.audit import audit
 from mpidl.training.files import checkpoint, lock_file
 from mpidl.training.files.background import BackgroundWriter
 from mpidl.training.progress import Position
+from mpidl.training.rank_comparison import compare_ranks
 
 if TYPE_CHECKING:
     from mpidl.training.session import Session
@@ -280,7 +280,7 @@ class RunWriter:
         file, out = self.metrics, self.out
         if file is None or out is None:
             return
-        audit(self.world, tables, position.iteration)
+        compare_ranks(self.world, tables, position.iteration)
         self.check_finite(tables, position.iteration, learning_rate)
 
         def write():

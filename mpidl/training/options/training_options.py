@@ -27,7 +27,6 @@ from mpidl.options.declaration import (
 )
 from mpidl.options.declaration import flag as flag
 from mpidl.text import did_you_mean
-from mpidl.training.audit import AuditOptions
 from mpidl.training.optimizers.options import ClipOptions, DecayOptions, SolverOptions
 from mpidl.training.optimizers.solvers import (
     BY_SOLVER,
@@ -45,6 +44,7 @@ from mpidl.training.options.run_options import (
     OutputOptions,
     RankOptions,
 )
+from mpidl.training.rank_comparison import RankComparisonOptions
 from mpidl.training.schedules import ScheduleOptions
 from mpidl.training.weight_average import AverageOptions
 
@@ -79,7 +79,7 @@ class TrainingOptions(  # from the last group of options to the first
     CertificateOptions,
     OutputOptions,
     FailureOptions,
-    AuditOptions,
+    RankComparisonOptions,
     RankOptions,
     ReadingOptions,
     MixingOptions,
@@ -323,7 +323,12 @@ SYNONYMS = {
         for name in declaration.metadata["matlab"].split(", ")
     },
     **{"accumulategradbatches": "accumulate", "gradientaccumulationsteps": "accumulate"},
-    **{"checkpointpath": "out", "lr": "learning_rate", "nodecay": "decay_exclude"},
+    **{
+        "auditevery": "compare_ranks_every",
+        "checkpointpath": "out",
+        "lr": "learning_rate",
+        "nodecay": "decay_exclude",
+    },
     **{"optimizer": "solver", "validationdata": "validation", "weightdecay": "l2"},
 }
 

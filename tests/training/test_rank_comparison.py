@@ -6,7 +6,7 @@ from short_training import pictures, small, trained
 
 import mpidl as dl
 from mpidl.errors import Fault
-from mpidl.training.audit import audit, difference
+from mpidl.training.rank_comparison import compare_ranks, difference
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 HOSTS = ["n1", "n1", "n2", "n3", "n4"]
@@ -49,15 +49,15 @@ def flip_bit(array, index=0, bit=12):
 
 def test_a_flipped_bit_is_found(world):
     tables = {"learnables": {"a": np.ones(5, np.float32), "b": np.ones((2, 3), np.float32)}}
-    audit(world, tables, 7)
+    compare_ranks(world, tables, 7)
     last = world.size - 1
     if world.rank == last:
         tables["learnables"]["b"] = flip_bit(tables["learnables"]["b"], index=5)
     if world.size == 1:
-        audit(world, tables, 7)
+        compare_ranks(world, tables, 7)
         return
     with pytest.raises(Fault, match="the ranks' weights differ at iteration 7: ") as caught:
-        audit(world, tables, 7)
+        compare_ranks(world, tables, 7)
     if world.size > 2:
         text = f"rank {last} on host {world.hosts[last]} differs from the other {last} ranks in b;"
         assert text in str(caught.value)
@@ -91,9 +91,9 @@ class Flip:
 
 
 @pytest.mark.parametrize("place", ["weight", "sum"])
-def test_a_run_ends_at_the_next_audit(world, place):
-    """The audit finds a flipped bit. A single rank compares nothing and trains to the end."""
-    options = dl.TrainingOptions(epochs=4, batch_size=40, audit_every=5, verbose="off")
+def test_a_run_ends_at_the_next_comparison(world, place):
+    """The comparison finds a flipped bit. A single rank compares nothing and trains to the end."""
+    options = dl.TrainingOptions(epochs=4, batch_size=40, compare_ranks_every=5, verbose="off")
     hook = Flip(world.size - 1, place)
     if world.size == 1:
         dl.train(small(), pictures(100), options, world=world, hooks=[hook])
@@ -102,7 +102,7 @@ def test_a_run_ends_at_the_next_audit(world, place):
             dl.train(small(), pictures(100), options, world=world, hooks=[hook])
         assert ("differs from the other" in str(caught.value)) == (world.size > 2)
         assert ("conv1.weight" if place == "weight" else "dense1.bias") in str(caught.value)
-    # Without audits, the flipped bit is not detected.
+    # Without comparisons, the flipped bit is not detected.
     options = dl.TrainingOptions(epochs=4, batch_size=40, verbose="off")
     dl.train(small(), pictures(100), options, world=world, hooks=[Flip(world.size - 1, place)])
 
@@ -123,5 +123,5 @@ def test_a_weight_that_is_nan_on_one_rank_is_no_reason_to_roll_back(world):
 
 
 def test_audits_do_not_change_the_weights(world):
-    net, _ = trained(world, audit_every=1)
+    net, _ = trained(world, compare_ranks_every=1)
     assert dl.weights_sha256(net) == dl.weights_sha256(trained(world)[0])

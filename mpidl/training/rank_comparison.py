@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 MOST_NAMES = 3  # a message names at most this many ranks, and at most this many arrays
 
 
-def audit(world: "World", tables: Mapping[str, Mapping[str, np.ndarray]], iteration: int) -> None:
+def compare_ranks(
+    world: "World", tables: Mapping[str, Mapping[str, np.ndarray]], iteration: int
+) -> None:
     """Raise Fault if arrays do not have the same bytes on all ranks. Collective.
 
     The ranks exchange a hash of all arrays. If the hashes differ, they exchange one hash per array.
@@ -93,10 +95,10 @@ def _first_names(names):
 
 
 @options_class(group="Run and results")
-class AuditOptions:
+class RankComparisonOptions:
     """The option of `TrainingOptions` for comparisons of weights."""
 
-    audit_every: int = option(
+    compare_ranks_every: int = option(
         at_least(0),
         "Iterations between comparisons of the weights of all ranks; a comparison reports any rank "
         "whose weights differ; 0 compares the weights only when a checkpoint is written",
@@ -104,9 +106,9 @@ class AuditOptions:
     )
 
 
-class AuditHook:
-    """Compares the weights of all ranks every `audit_every` iterations."""
+class RankComparisonHook:
+    """Compares the weights of all ranks every `compare_ranks_every` iterations."""
 
     def step(self, trainer: "Trainer") -> None:
-        if trainer.position.iteration % trainer.options.audit_every == 0:
-            trainer.audit()
+        if trainer.position.iteration % trainer.options.compare_ranks_every == 0:
+            trainer.compare_ranks()
