@@ -105,7 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
     timeout = parsed.typed.get("timeout", training_options.TrainingOptions().timeout)
     world = World(timeout=timeout, threads=None)
-    console = Console(world.rank, stream=sys.stderr)  # stdout is for the findings
+    # Findings go to stdout. On a terminal, the progress does too, so that they do not mix. With a
+    # pipe, it has whole lines, because the pipe may lead to the same terminal.
+    width = terminal_width(sys.stdout)
+    console = Console(
+        world.rank, stream=sys.stdout if width else sys.stderr, width=None if width else 0
+    )
     with failure.Signals() as signals, FolderLock(world) as lock, console:
         report = functools.partial(console_line, console)
         auditor = Auditor(world, parsed.run, report, console)
@@ -123,19 +128,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console_line(console: Console, finding: Finding) -> None:
-    """Print a finding to stdout, above the progress on stderr. A terminal gets short lines."""
-    width, lines = terminal_width(sys.stdout), [str(finding)]
-    if width:
-        indent = " " * (checks.SUBJECT_COLUMNS + 2)
-        lines = textwrap.wrap(
-            lines[0],
-            width,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    with console.hidden():
-        print(*lines, sep="\n", flush=True)
+    """Print a finding to stdout, on a terminal above the progress and in short lines."""
+    if console.stream is not sys.stdout:
+        print(finding, flush=True)
+        return
+    lines = textwrap.wrap(
+        str(finding),
+        console.width,
+        subsequent_indent=" " * (checks.SUBJECT_COLUMNS + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    for line in lines:
+        console.line(line)
 
 
 class Command:

@@ -1,6 +1,7 @@
 """Test that an audit finds and names each kind of tampering, and that it accepts an honest run."""
 
 import copy
+import io
 import json
 import os
 import shutil
@@ -14,9 +15,10 @@ import pytest
 from certified_runs import audit, chain, train_run, write_data
 
 import mpidl as dl
-from mpidl.certificates import recording, sources
+from mpidl.certificates import checks, command, recording, sources
 from mpidl.core import keyed
 from mpidl.errors import UserError
+from mpidl.report import Console
 from mpidl.training import golden
 from mpidl.training.files import model_file
 
@@ -852,6 +854,23 @@ def test_unusable_arguments(honest, words, text):
     with pytest.raises(UserError) as error:
         audit(honest / "run", honest / "set.npz", *words)
     assert text in str(error.value)
+
+
+def test_a_terminal_gets_short_lines_and_a_pipe_one_line_per_finding(monkeypatch):
+    digests = "0" * 64, "f" * 64
+    text = f"model.h5: weights_sha256 is {digests[0]}, in the certificate it is {digests[1]}"
+    finding = checks.Finding("model", "DIFFERENT", text)
+    lines = {}
+    for stream in ("terminal", "pipe"):
+        output = io.StringIO()
+        monkeypatch.setattr(sys, "stdout", output)
+        on_terminal = output if stream == "terminal" else io.StringIO()
+        command.console_line(Console(stream=on_terminal, width=90), finding)
+        lines[stream] = output.getvalue().splitlines()
+    assert lines["pipe"] == [str(finding)]
+    assert len(lines["terminal"]) > 1 and max(map(len, lines["terminal"])) <= 90
+    assert "".join(lines["terminal"]).split() == str(finding).split()
+    assert all(line.startswith(" " * 22) for line in lines["terminal"][1:])
 
 
 def test_images_that_a_certificate_does_not_name(honest):

@@ -12,8 +12,7 @@ from certified_runs import (
     audit,
     chain,
     one_world,
-    resume_run,
-    start_run,
+    train_command,
     train_run,
     write_data,
 )
@@ -58,7 +57,7 @@ def test_other_intervals_after_a_resume(data, tmp_path, before, after):
     pairs = [zip(names, text.split(), strict=True) for text in (before, after)]
     first, second = ([word for pair in options for word in pair] for options in pairs)
     run = train_run(data, tmp_path / "run", *first, "--max-iterations", 6)
-    resume_run(run, *second, "--max-iterations", "none")
+    train_command("--resume", run, *second, "--max-iterations", "none")
     assert_equal(run, data)
     states = [x["iteration"] for x in chain(run) if x["kind"] == "state"]
     assert (2 in states) == (before == "2 0") and (8 in states) == (after == "2 4")
@@ -68,9 +67,9 @@ def test_several_jobs_at_one_iteration(data, tmp_path):
     """Of the jobs that resumed at iteration 6, only the last one has trained."""
     best = "--output-network", "best-validation", "--validation-frequency", 3
     run = train_run(data, tmp_path / "run", *best, "--max-iterations", 6)
-    resume_run(run, "--on-nan", "rollback")
-    resume_run(run, "--batchnorm-statistics", "moving")
-    resume_run(run, "--max-iterations", "none", "--checkpoint-every", 4)
+    train_command("--resume", run, "--on-nan", "rollback")
+    train_command("--resume", run, "--batchnorm-statistics", "moving")
+    train_command("--resume", run, "--max-iterations", "none", "--checkpoint-every", 4)
     assert [x["iteration"] for x in chain(run) if x["kind"] == "start"] == [0, 6, 6, 6]
     assert_equal(run, data)
 
@@ -79,7 +78,7 @@ def test_a_run_that_was_resumed_at_its_end(data, tmp_path):
     """The last job has trained no iteration, but it has finished the network with its options."""
     words = "--output-network", "best-validation", "--max-iterations", 12
     run = train_run(data, tmp_path / "run", *words)
-    resume_run(run, "--max-iterations", 9, "--batchnorm-statistics", "moving")
+    train_command("--resume", run, "--max-iterations", 9, "--batchnorm-statistics", "moving")
     assert chain(run)[-1]["iteration"] == 12
     assert_equal(run, data)
 
@@ -105,8 +104,8 @@ def test_statistics_of_a_weight_file(data, tmp_path):
         out = tmp_path / name
         options = "--batch-size", 16, "--epochs", 1, "--certify", "public", "--plots", "none"
         words = ["--data", data, "--out", out, *weights, *words, *options, "--verbose", "off"]
-        run = start_run(words, out)
-        assert_equal(run, data, *weights, "--checkpoints", tmp_path / "none")
+        train_command(*words)
+        assert_equal(out, data, *weights, "--checkpoints", tmp_path / "none")
     states = [chain(tmp_path / name)[1]["tables"]["normalization"] for name in ("kept", "measured")]
     assert states[0] != states[1] and states[0] == chain(first)[1]["tables"]["normalization"]
 

@@ -55,20 +55,15 @@ def one_world():
 def train_run(data, out, *options, certify="public"):
     """Train in this process, and return the folder of the run."""
     words = ["--network", NETWORK, "--data", data, "--out", out, "--certify", certify, *OPTIONS]
-    return start_run([*words, *options], out)
+    train_command(*words, *options)
+    return Path(out)
 
 
-def resume_run(out, *options):
-    """Resume a run in this process, and return its folder."""
-    return start_run(["--resume", out, *options], out)
-
-
-def start_run(words, out):
-    """Train with these words in this process, and return the folder of the run."""
+def train_command(*words):
+    """Run the command `train` in this process."""
     with contextlib.redirect_stdout(io.StringIO()), _one_world(train_module):
         code = train.main([str(word) for word in words])
     assert code == 0
-    return Path(out)
 
 
 def _one_world(module):

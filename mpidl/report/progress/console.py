@@ -257,16 +257,6 @@ class Console:
         self.line(f"Training time: {rows.clock(seconds)}")
         self.line(f"Results: {out}")
 
-    @contextlib.contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Remove the bar until the next update, for lines on another stream in the `with` block."""
-        with self.lock:
-            if self.bar is not None:
-                bar, self.bar = self.bar, None
-                bar.close()
-            self.line_time = time.monotonic()
-            yield
-
     def close(self) -> None:
         """Remove the bar."""
         self.is_started = False
