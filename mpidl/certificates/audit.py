@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ from mpidl.data.queue import epoch_images
 from mpidl.errors import Fault, UserError
 from mpidl.evaluation.validation import held_out
 from mpidl.files import on_rank_0, reason
-from mpidl.nn import Network
+from mpidl.nn import Network, zoo
 from mpidl.nn.network_check import need_network
 from mpidl.ranks.failure import Signals, agreed_signal
 from mpidl.ranks.world import World
@@ -227,9 +228,13 @@ class Auditor:
             self.add(manifest.finding)
         for name, described in recorded.items():
             store = sets.get(name)
+            if store is None and name == "validation":
+                raise UserError(
+                    f"--validation-data (in Python options.validation): expected the "
+                    f"{described['images']} images of the run, found none"
+                )
             if store is None:
-                verdict = UNCHECKED if name == "test" else DIFFERENT
-                self.add(Finding("data", verdict, f"{name}: there are no such images"))
+                self.add(Finding("data", UNCHECKED, f"{name}: there are no such images"))
                 continue
             with self.console.stage(f"digests of the {name} images", len(store)) as advance:
                 digests = images.digests(
@@ -248,7 +253,7 @@ class Auditor:
                 self.add(Finding("data", DIFFERENT, f"{name}: the run had no such images"))
 
     def compare(
-        self, material: Material, source: str, test: Datastore | None, salt: str | None
+        self, material: Material, source: checks.Source, test: Datastore | None, salt: str | None
     ) -> None:
         """Compare the images and the network of a material with those of the run."""
         train, options = self._options(self.certificate.of_kind(START)[-1], material)
@@ -268,7 +273,7 @@ class Auditor:
         """Compare the file of weights that the run began with."""
         self._check(checks.check_weights, self.certificate, path)
 
-    def check_network(self, net: Network, source: str) -> None:
+    def check_network(self, net: Network, source: checks.Source) -> None:
         """Compare a new network with that of the run, and its weights with the first state."""
         self._check(checks.check_network, self.certificate, net)
         if self.verdict_on("network") != DIFFERENT:
@@ -372,7 +377,8 @@ class Auditor:
         while group:
             first = group[0][0]
             point = points.get(first)
-            if first == 0 and (point is None or self.verdict_on("initial weights") != DIFFERENT):
+            is_initial = self.verdict_on("initial weights") in (EQUAL, UNCHECKED)
+            if first == 0 and (point is None or is_initial):
                 point = Point(0)
             if point is None:
                 text = "not replayed: there is no state to start from"
@@ -398,6 +404,7 @@ class Auditor:
                 for segment in group[len(agreed) :]:
                     self.add(Finding(_name(segment), DIFFERENT, "the replay ended before its end"))
                 return
+            self._refuse_unknown_weights(point, difference)
             failed = next(s for s in group if s[1] >= min(difference.iteration, stops[-1]))
             self.add(Finding(_name(failed), DIFFERENT, self._explained(difference)))
             group = [s for s in group if s[0] >= failed[1] and s != failed]
@@ -413,6 +420,15 @@ class Auditor:
         if replay.stopped is not None:
             raise Stopped(f"{replay.stopped}: the audit was stopped")
         return difference
+
+    def _refuse_unknown_weights(self, point, difference):
+        """Raise UserError if a replay began with weights that the certificate does not claim."""
+        is_initial = point.path is None and difference.iteration == 0
+        if is_initial and self.verdict_on("initial weights") == OTHER:
+            raise UserError(
+                "--network (in Python net=): expected the network with the weights that the run "
+                f"began with, which are not those of {seed_of(self.certificate).text}"
+            )
 
     def _explained(self, difference):
         """Return the text of a difference with its cause."""
@@ -573,6 +589,7 @@ def audit(
     selection = Selection.of_arguments(steps, sample, seed, largest)
     world = World() if world is None else world
     auditor = Auditor(world, run)
+    options = _checked_options(options, optimizer)
     texts = None if options is None else settings.options_of(options)
     auditor.check_files(_path(signers), texts)
     if auditor.certificate.disorder is not None:
@@ -588,6 +605,14 @@ def audit(
     with Signals() as signals:
         auditor.replay(material, selection, signals, tested)
     return auditor.result
+
+
+def _checked_options(options, optimizer):
+    """Return the options with the learning rate of an optimizer, as `dl.train` uses them."""
+    if options is not None and not isinstance(options, TrainingOptions):
+        raise UserError(f"options: expected TrainingOptions, found {type(options).__name__}")
+    rate = getattr(optimizer, "learning_rate", None)
+    return options if options is None or rate is None else replace(options, learning_rate=rate)
 
 
 def _path(path):
@@ -611,7 +636,7 @@ def _material(auditor, datastore, options, net, optimizer, layers):
             replaced["validation"] = as_datastore(options.validation, "validation")
     if net is not None:
         need_network(net)
-        network, source = net, "the network that was passed"
+        network, source = net, checks.Source("the network that was passed")
     else:
         if start["weights"] is not None:
             raise UserError(
@@ -619,7 +644,7 @@ def _material(auditor, datastore, options, net, optimizer, layers):
                 f"with sha256 {start['weights']['sha256']}"
             )
         network = network_of(auditor.certificate, layers)
-        source = f"the seed {seed_of(auditor.certificate)}"
+        source = seed_of(auditor.certificate)
     store = as_datastore(datastore, "images to train on")
     copies = Material(
         store, lambda: copy.deepcopy(network), replaced, lambda: copy.deepcopy(optimizer)
@@ -627,10 +652,14 @@ def _material(auditor, datastore, options, net, optimizer, layers):
     return copies, source
 
 
-def seed_of(certificate: Certificate) -> int:
-    """Return the seed of a run."""
-    text = certificate.of_kind(START)[0]["options"].get("seed", "0")
-    return int(settings.value_of("seed", text))
+def seed_of(certificate: Certificate) -> checks.Source:
+    """Return the seed of a run as the source of its initial weights."""
+    network = certificate.of_kind(START)[0]["inputs"].get("network")
+    return checks.Source(f"the seed {_seed(certificate)}", network in zoo.NETWORKS)
+
+
+def _seed(certificate):
+    return settings.value_of("seed", certificate.of_kind(START)[0]["options"].get("seed", "0"))
 
 
 def network_of(certificate: Certificate, layers: Iterable[type[Layer]] = ()) -> Network:
@@ -638,10 +667,11 @@ def network_of(certificate: Certificate, layers: Iterable[type[Layer]] = ()) -> 
 
     Raises UserError if the layers are invalid, or if a custom class of layers is missing.
     """
-    network, seed = certificate.of_kind(START)[0]["network"], seed_of(certificate)
+    network, seed = certificate.of_kind(START)[0]["network"], _seed(certificate)
     try:
         with np.errstate(all="ignore"):  # layers of absurd sizes
-            return Network.from_spec(network["layers"], network["input_shape"], layers, seed=seed)
+            specs = [recording.numbers_of(layer) for layer in network["layers"]]
+            return Network.from_spec(specs, network["input_shape"], layers, seed=seed)
     except (ValueError, TypeError, KeyError, OverflowError, MemoryError, RecursionError) as error:
         name = printable(certificate.path)
         raise UserError(f"{name}: its network cannot be built: {reason(error)}") from None

@@ -233,13 +233,11 @@ def check_options(certificate: Certificate, options: Mapping[str, str] | None) -
             if old != text and is_fixed:
                 place = f"the start at iteration {now['iteration']}"
                 problems.append(f"{flag(name)} is {text} in {place}, was {old}")
-    if options is not None:
-        recorded = starts[-1]["options"]
-        problems += [
-            f"{flag(name)} is {text}, was {recorded[name]}"
-            for name, text in options.items()
-            if name not in (*replay.NEUTRAL, "certify_every") and recorded.get(name, text) != text
-        ]
+    for name, text in (options or {}).items():
+        # The options may be those of any job, for example with fewer epochs than the last one.
+        recorded = [start["options"].get(name, text) for start in starts]
+        if name not in (*replay.NEUTRAL, "certify_every") and text not in recorded:
+            problems.append(f"{flag(name)} is {text}, was {recorded[-1]}")
     if problems:
         return Finding("options", DIFFERENT, name_list(problems))
     text = f"{len(starts[0]['options'])} options"
@@ -265,7 +263,7 @@ def check_checkpoints(
         iteration, facts = loaded.covered["position"]["iteration"], loaded.facts
         problems = {
             "options": _changed_options(certificate, iteration, facts.get("options")),
-            "network": _changed_layers(certificate, facts["network"]),
+            "network": _changed_layers(certificate, recording.plain(facts["network"])),
         }
         findings += [
             Finding(subject, DIFFERENT, f"{printable(path)}: {text}")
@@ -451,14 +449,33 @@ def check_hooks(certificate: Certificate) -> list[Finding]:
     return [Finding("hooks", OTHER, f"the run had {name_list(names)}")] if names else []
 
 
-def check_initial_weights(certificate: Certificate, net: Network, source: str) -> Finding:
-    """Compare the weights of a new network with the first state. `source` says what gave them."""
+class Source(NamedTuple):
+    """What gave the initial weights.
+
+    Attributes
+    ----------
+    text : str
+        Its name, such as "the seed 0".
+    is_certain : bool
+        Whether the certificate or the auditor says so. The Python code of a run may set weights.
+    """
+
+    text: str
+    is_certain: bool = True
+
+
+def check_initial_weights(certificate: Certificate, net: Network, source: Source) -> Finding:
+    """Compare the weights of a new network with the first state."""
     subject, first = "initial weights", certificate.of_kind(STATE)[0]["tables"]
     if net.unwhitened:
-        return Finding(subject, UNCHECKED, "computed from the images: see the state of iteration 0")
+        text = "computed from the images: see the state of iteration 0"
+        return Finding(subject, UNCHECKED if source.is_certain else OTHER, text)
     tables = {"learnables": net.parameters, "state": net.state}
     for table, arrays in tables.items():
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
         if states.table_digest(table, arrays) != first.get(table):
-            return Finding(subject, DIFFERENT, f"{table}: they are not those of {source}")
-    return Finding(subject, EQUAL, f"from {source}")
+            verdict, text = DIFFERENT, f"{table}: they are not those of {source.text}"
+            if not source.is_certain:
+                verdict, text = OTHER, f"{text}; the Python code of the run may have set them"
+            return Finding(subject, verdict, text)
+    return Finding(subject, EQUAL, f"from {source.text}")

@@ -8,10 +8,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from mpidl.certificates import audit, checks, settings
+from mpidl.certificates import audit, checks, settings, states
 from mpidl.certificates.audit import Auditor, Stopped
 from mpidl.certificates.certificate import Certificate
-from mpidl.certificates.chain import START
+from mpidl.certificates.chain import START, STATE
 from mpidl.certificates.checks import Finding
 from mpidl.certificates.replay import NEUTRAL, Material
 from mpidl.certificates.segments import SEED, Selection
@@ -205,14 +205,18 @@ class Command:
     def _material(self, training, layers):
         """Return the material of the audit, and what gave the initial weights."""
         certificate, typed = self.auditor.certificate, self.parsed.typed
+        stored = None
         if training.source is not None:
             self.auditor.check_weights(training.source.file["path"])
+            stored = training.source.net.normalization
         if training.source is not None or ".py:" in (typed.get("network") or ""):
             training.build_network()
-            network, source = training.net, str(typed.get("weights") or typed.get("network"))
+            network = training.net
+            self._use_statistics(network, stored)
+            source = checks.Source(str(typed.get("weights") or typed.get("network")))
         else:
             network = audit.network_of(certificate, layers)
-            source = f"the seed {audit.seed_of(certificate)}"
+            source = audit.seed_of(certificate)
         names = {name: training.options for name in SPEED}
         replaced = {name: getattr(options, name) for name, options in names.items()}
         replaced["validation"] = training.options.validation
@@ -220,6 +224,14 @@ class Command:
             training.sets.train, lambda: copy.deepcopy(network), replaced, lambda: None
         )
         return material, source
+
+    def _use_statistics(self, net, normalization):
+        """Give a network the statistics of its weight file, unless the run measured its own."""
+        if net.normalization is None and normalization is not None and normalization.is_known:
+            arrays = normalization.window(net.input_shape[1:]).arrays()
+            digests = self.auditor.certificate.of_kind(STATE)[0]["tables"]
+            if states.table_digest("normalization", arrays) == digests.get("normalization"):
+                net.normalization = normalization
 
 
 def typed_of(certificate: Certificate, typed: dict[str, Any]) -> dict[str, Any]:
@@ -246,8 +258,7 @@ def typed_of(certificate: Certificate, typed: dict[str, Any]) -> dict[str, Any]:
     values |= {"verbose": "off", "plots": "none", **typed}
     _need_sets(certificate, values)
     # The run would have refused these values if its user had typed them.
-    if first["data"]["validation"] is None:
-        values.pop("validation_frequency", None)
+    values.pop("validation_frequency", None)
     if values.get("test_fraction") == INPUTS["test_fraction"].default:
         del values["test_fraction"]
     if "test_data" not in values or not inputs:

@@ -335,6 +335,13 @@ def plain(value):
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def numbers_of(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of a layer in which `plain` has replaced numbers by texts."""
+    texts = "inf", "-inf", "nan"
+    names = {key for key, value in layer.items() if isinstance(value, str) and value in texts}
+    return {**layer, **{key: float(layer[key]) for key in names - {"name", "after"}}}
+
+
 def _folder(trainer):
     """Return the folder of a run that can have a certificate."""
     option = f"--certify {trainer.options.certify}"

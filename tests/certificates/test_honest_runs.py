@@ -1,9 +1,25 @@
 """Test that an audit accepts honest runs, whatever their options and interruptions."""
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from certified_runs import audit, train_run, write_data
+from certified_runs import (
+    CLASSES,
+    SIDE,
+    arrays,
+    audit,
+    chain,
+    one_world,
+    train_command,
+    train_run,
+    write_data,
+)
+
+import mpidl as dl
+from mpidl.errors import UserError
+from mpidl.training import golden
 
 NETWORKS = Path(__file__).parents[1] / "launch" / "networks.py"
 
@@ -13,14 +29,218 @@ def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data") / "set.npz")
 
 
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """Let the golden hashes agree at once, because their trainings take seconds."""
+    monkeypatch.setattr(golden, "check", lambda: [])
+
+
 def assert_equal(run, data, *words):
     """Audit a run from its start, and from its checkpoints; assert that nothing differs."""
     for selection in ((), ("--sample", 2)):
         result = audit(run, data, *words, *selection)
         assert (result.code, result.differing) == (0, []), result.lines
+        assert any(line.startswith("iterations ") for line in result.lines)
 
 
 def test_a_network_with_several_inputs(data, tmp_path):
     """The names of a layer's inputs are a tuple in Python and a list in JSON."""
     run = train_run(data, tmp_path / "run", "--network", f"{NETWORKS}:bottlenecks", "--epochs", 1)
     assert_equal(run, data)
+
+
+@pytest.mark.parametrize("before", ["50 0", "2 0", "50 4"])
+@pytest.mark.parametrize("after", ["2 4", "50 3", "50 0"])
+def test_other_intervals_after_a_resume(data, tmp_path, before, after):
+    """Each job must record the states of its own intervals, and no others."""
+    names = "--certify-every", "--checkpoint-keep"
+    pairs = [zip(names, text.split(), strict=True) for text in (before, after)]
+    first, second = ([word for pair in options for word in pair] for options in pairs)
+    run = train_run(data, tmp_path / "run", *first, "--max-iterations", 6)
+    train_command("--resume", run, *second, "--max-iterations", "none")
+    assert_equal(run, data)
+    states = [x["iteration"] for x in chain(run) if x["kind"] == "state"]
+    assert (2 in states) == (before == "2 0") and (8 in states) == (after == "2 4")
+
+
+def test_several_jobs_at_one_iteration(data, tmp_path):
+    """Of the jobs that resumed at iteration 6, only the last one has trained."""
+    best = "--output-network", "best-validation", "--validation-frequency", 3
+    run = train_run(data, tmp_path / "run", *best, "--max-iterations", 6)
+    train_command("--resume", run, "--on-nan", "rollback")
+    train_command("--resume", run, "--batchnorm-statistics", "moving")
+    train_command("--resume", run, "--max-iterations", "none", "--checkpoint-every", 4)
+    assert [x["iteration"] for x in chain(run) if x["kind"] == "start"] == [0, 6, 6, 6]
+    assert_equal(run, data)
+
+
+def test_a_run_that_was_resumed_at_its_end(data, tmp_path):
+    """The last job has trained no iteration, but it has finished the network with its options."""
+    words = "--output-network", "best-validation", "--max-iterations", 12
+    run = train_run(data, tmp_path / "run", *words)
+    train_command("--resume", run, "--max-iterations", 9, "--batchnorm-statistics", "moving")
+    assert chain(run)[-1]["iteration"] == 12
+    assert_equal(run, data)
+
+
+def test_the_last_iteration(data, tmp_path):
+    """The last checkpoint is older than the validation that chooses the network."""
+    words = "--output-network", "best-validation", "--max-iterations", 9
+    run = train_run(data, tmp_path / "run", *words)
+    result = audit(run, data, "--steps", "9:9")
+    assert result.code == 0 and result.rows("iterations 8-9")[0][0] == "equal"
+    assert result.rows("test")[0][0] == "equal"
+    assert audit(run, data, "--steps", "0:0").rows("iterations 0-0")[0][0] == "equal"
+
+
+def test_statistics_of_a_weight_file(data, tmp_path):
+    """A run with --weights keeps the mean of the first images, or measures its own if asked to."""
+    changed = {"images": 255 - arrays()["images"]}
+    other = write_data(tmp_path / "other.npz", **changed)
+    first = train_run(other, tmp_path / "first", "--epochs", 1)
+    weights = "--weights", first / "model.h5"
+    (tmp_path / "none").mkdir()
+    for name, words in {"kept": (), "measured": ("--normalization", "zerocenter")}.items():
+        out = tmp_path / name
+        options = "--batch-size", 16, "--epochs", 1, "--certify", "public", "--plots", "none"
+        words = ["--data", data, "--out", out, *weights, *words, *options, "--verbose", "off"]
+        train_command(*words)
+        assert_equal(out, data, *weights, "--checkpoints", tmp_path / "none")
+    states = [chain(tmp_path / name)[1]["tables"]["normalization"] for name in ("kept", "measured")]
+    assert states[0] != states[1] and states[0] == chain(first)[1]["tables"]["normalization"]
+
+
+OWN = """
+import mpidl as dl
+
+def network(input_shape, classes):
+    layers = [dl.Conv2D(3, 4, weight_initializer="whitening"), dl.ReLU(), dl.Dense(classes)]
+    return dl.Network(layers{plain}, input_shape, seed=7)
+
+def infinite(input_shape, classes):
+    return [dl.Conv2D(3, 4), dl.Clip(0, float("inf"), name="inf"), dl.Dense(classes)]
+"""
+
+
+@pytest.mark.parametrize("plain", ["", "[1:]"], ids=["whitening", "plain"])
+def test_initial_weights_of_a_file(data, tmp_path, plain):
+    """A certificate does not claim that the seed gave the weights of a network from a file."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN.format(plain=plain))
+    own = "--network", f"{path}:network"
+    run = train_run(data, tmp_path / "run", *own, "--epochs", 1, "--mixup", 0)
+    assert_equal(run, data, *own)
+    # A kept checkpoint has the initial weights, too.
+    result = audit(run, data)
+    assert result.code == 0 and result.rows("initial weights")[0][0] == "other"
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(UserError, match=r"^--network \(in Python net=\): expected the network"):
+        audit(run, data)
+
+
+def test_a_layer_with_an_infinite_number(data, tmp_path):
+    """JSON has no infinite numbers. The layer's name is not one, though it reads like one."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN.format(plain=""))
+    run = train_run(data, tmp_path / "run", "--network", f"{path}:infinite", "--epochs", 1)
+    assert_equal(run, data)
+
+
+def test_a_certificate_without_the_other_files(data, tmp_path):
+    """Only the certificate is necessary. The manifest tells which images differ, if any do."""
+    run = train_run(data, tmp_path / "run", "--epochs", 1)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(run / "certificate.json", alone)
+    result = audit(alone / "certificate.json", data)
+    assert result.code == 0, result.lines
+    verdicts = [result.rows(name)[0][0] for name in ("manifest", "model", "data")]
+    assert verdicts == ["unchecked", "unchecked", "equal"]
+
+
+# Runs of Python programs.
+
+
+def network(**options):
+    return dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.Dense(3)], (1, SIDE, SIDE), **options)
+
+
+def images(first=0, last=48):
+    contents = arrays()
+    pixels, labels = (contents[name][first:last] for name in ("images", "labels"))
+    return dl.ArrayDatastore(pixels, labels, classes=CLASSES)
+
+
+def options_of(**options):
+    common = {"epochs": 3, "batch_size": 16, "verbose": "off", "plots": "none"}
+    common |= {"certify": "public", "certify_every": 2, "checkpoint_keep": 4}
+    return dl.TrainingOptions(**common | options)
+
+
+def train(out, **options):
+    keywords = {name: options.pop(name) for name in ("hooks", "optimizer") if name in options}
+    resume = options.pop("resume", None)
+    keywords |= {"resume": out} if resume else {"out": out}
+    return dl.train(network(), images(), options_of(**options), world=one_world(), **keywords)
+
+
+def assert_audited(out, options=None, **keywords):
+    for selection in ({}, {"sample": 2}):
+        arguments = {"world": one_world(), **keywords, **selection}
+        result = dl.audit(out, images(), options, **arguments)
+        assert result.is_equal, str(result)
+
+
+class Validate:
+    """A hook that validates at iterations that no option names."""
+
+    def step(self, trainer):
+        if trainer.position.iteration in (3, 7):
+            trainer.validate()
+
+    def epoch(self, trainer, summary):
+        trainer.validate()
+
+
+def test_a_hook_that_validates(tmp_path):
+    options = {"validation": images(48, 72), "validation_frequency": 50}
+    options |= {"output_network": "best-validation", "learning_rate": 0.5}
+    result = train(tmp_path, hooks=[Validate()], **options)
+    assert result.history.validation.iteration.tolist() == [3, 6, 7, 9]
+    assert_audited(tmp_path, options_of(**options))
+
+
+def test_validation_images_that_an_auditor_does_not_pass(tmp_path):
+    train(tmp_path, validation=images(48, 72))
+    with pytest.raises(UserError, match="^--validation-data .* the 24 images of the run"):
+        dl.audit(tmp_path, images(), world=one_world())
+
+
+class Signs:
+    """An optimizer that follows the signs of the gradients."""
+
+    def __init__(self, learning_rate):
+        self.learning_rate = learning_rate
+
+    def __call__(self, parameters, gradients):
+        rate = np.float32(self.learning_rate)
+        return {name: p - rate * np.sign(gradients[name]) for name, p in parameters.items()}
+
+    def state(self):
+        return {}
+
+    def load_state(self, state):
+        pass
+
+
+def test_options_that_an_auditor_passes(tmp_path):
+    """An optimizer has the learning rate, and the options may be those of any job."""
+    train(tmp_path, optimizer=Signs(1e-3))
+    train(tmp_path, optimizer=Signs(1e-3), resume=True, epochs=4)
+    for epochs in (3, 4):
+        options = options_of(epochs=epochs)
+        assert_audited(tmp_path, options, optimizer=Signs(1e-3))
+    result = dl.audit(tmp_path, images(), options_of(epochs=5), optimizer=Signs(1e-3))
+    assert result.differing == ["options"]
+    with pytest.raises(UserError, match="^options: expected TrainingOptions, found dict"):
+        dl.audit(tmp_path, images(), {"epochs": 3})
