@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         world.rank, stream=sys.stdout if width else sys.stderr, width=None if width else 0
     )
     with failure.Signals() as signals, FolderLock(world) as lock, console:
-        report = functools.partial(console_line, console)
+        report = functools.partial(print_line, console)
         auditor = Auditor(world, parsed.run, report, console)
         try:
             Command(parsed, auditor, signals, lock).run()
@@ -121,19 +121,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             if world.rank == 0:
                 print(f"mpidl: {error}", file=sys.stderr)
             return arguments.STOPPED
-    result = auditor.result
-    if world.rank == 0:
-        print(f"head: {result.head}", result.conclusion, sep="\n", flush=True)
+        result = auditor.result
+        if world.rank == 0:
+            print_line(console, f"head: {result.head}")
+            print_line(console, result.conclusion)
     return 0 if result.is_equal else 1
 
 
-def console_line(console: Console, finding: Finding) -> None:
-    """Print a finding to stdout, on a terminal above the progress and in short lines."""
+def print_line(console: Console, text: Finding | str) -> None:
+    """Print a line to stdout, on a terminal above the progress and in short lines."""
     if console.stream is not sys.stdout:
-        print(finding, flush=True)
+        print(text, flush=True)
         return
     lines = textwrap.wrap(
-        str(finding),
+        str(text),
         console.width,
         subsequent_indent=" " * (checks.SUBJECT_COLUMNS + 2),
         break_long_words=False,

@@ -865,7 +865,7 @@ def test_a_terminal_gets_short_lines_and_a_pipe_one_line_per_finding(monkeypatch
         output = io.StringIO()
         monkeypatch.setattr(sys, "stdout", output)
         on_terminal = output if stream == "terminal" else io.StringIO()
-        command.console_line(Console(stream=on_terminal, width=90), finding)
+        command.print_line(Console(stream=on_terminal, width=90), finding)
         lines[stream] = output.getvalue().splitlines()
     assert lines["pipe"] == [str(finding)]
     assert len(lines["terminal"]) > 1 and max(map(len, lines["terminal"])) <= 90
