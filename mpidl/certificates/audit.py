@@ -106,8 +106,14 @@ class Audit(NamedTuple):
         unchecked = dict.fromkeys(f.subject for f in self.findings if f.verdict == UNCHECKED)
         return text + (f"; unchecked: {name_list([*unchecked])}" if unchecked else "")
 
+    @property
+    def last_lines(self) -> list[str]:
+        """The head, unless the links are not those that it confirms, and the conclusion."""
+        head = [] if "certificate" in self.differing else [f"head: {self.head}"]
+        return [*head, self.conclusion]
+
     def __str__(self) -> str:
-        return "\n".join([*map(str, self.findings), f"head: {self.head}", self.conclusion])
+        return "\n".join([*map(str, self.findings), *self.last_lines])
 
 
 class Auditor:

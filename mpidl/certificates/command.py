@@ -123,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return arguments.STOPPED
         result = auditor.result
         if world.rank == 0:
-            print_line(console, f"head: {result.head}")
-            print_line(console, result.conclusion)
+            for line in result.last_lines:
+                print_line(console, line)
     return 0 if result.is_equal else 1
 
 

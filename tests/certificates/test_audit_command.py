@@ -532,6 +532,9 @@ def test_changed_files_are_named(files, kind):
     result = audit_files(files)
     assert result.code == 1 and subject in result.differing, result.lines
     assert any(v == "DIFFERENT" and text in line for v, line in result.rows(subject)), result.lines
+    # A head that the links do not have must not be compared with a published one.
+    has_head = any(line.startswith("head: ") for line in result.lines)
+    assert has_head == ("certificate" not in result.differing)
 
 
 # Hostile certificates and checkpoints.
