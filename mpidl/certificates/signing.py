@@ -133,7 +133,7 @@ def verify(
     signer = Signer(None, *good.groups())
     if allowed_signers is None:
         return signer
-    with _named(allowed_signers) as rules:
+    with _with_names(allowed_signers) as rules:
         names = _principals(signature, rules)
         for name in names if identity is None else [identity]:
             result = _checked("verify", path, signature, "-f", rules, "-I", name)
@@ -169,7 +169,7 @@ def _check_size(signature):
 
 
 @contextlib.contextmanager
-def _named(allowed_signers):
+def _with_names(allowed_signers):
     """Yield a file of allowed signers; public keys without names get the name of their file."""
     try:
         with open_for_reading(allowed_signers) as file:

@@ -110,7 +110,7 @@ def test_statistics_of_a_weight_file(data, tmp_path):
     assert states[0] != states[1] and states[0] == chain(first)[1]["tables"]["normalization"]
 
 
-OWN = """
+NETWORK_FILE = """
 import mpidl as dl
 
 def network(input_shape, classes):
@@ -126,10 +126,10 @@ def infinite(input_shape, classes):
 def test_initial_weights_of_a_file(data, tmp_path, plain):
     """A certificate does not claim that the seed gave the weights of a network from a file."""
     path = tmp_path / "own.py"
-    path.write_text(OWN.format(plain=plain))
-    own = "--network", f"{path}:network"
-    run = train_run(data, tmp_path / "run", *own, "--epochs", 1, "--mixup", 0)
-    assert_equal(run, data, *own)
+    path.write_text(NETWORK_FILE.format(plain=plain))
+    words = "--network", f"{path}:network"
+    run = train_run(data, tmp_path / "run", *words, "--epochs", 1, "--mixup", 0)
+    assert_equal(run, data, *words)
     # A kept checkpoint has the initial weights, too.
     result = audit(run, data)
     assert result.code == 0 and result.rows("initial weights")[0][0] == "other"
@@ -141,7 +141,7 @@ def test_initial_weights_of_a_file(data, tmp_path, plain):
 def test_a_layer_with_an_infinite_number(data, tmp_path):
     """JSON has no infinite numbers. The layer's name is not one, though it reads like one."""
     path = tmp_path / "own.py"
-    path.write_text(OWN.format(plain=""))
+    path.write_text(NETWORK_FILE.format(plain=""))
     run = train_run(data, tmp_path / "run", "--network", f"{path}:infinite", "--epochs", 1)
     assert_equal(run, data)
 
@@ -149,10 +149,10 @@ def test_a_layer_with_an_infinite_number(data, tmp_path):
 def test_a_certificate_without_the_other_files(data, tmp_path):
     """Only the certificate is necessary. The manifest tells which images differ, if any do."""
     run = train_run(data, tmp_path / "run", "--epochs", 1)
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    shutil.copy(run / "certificate.json", alone)
-    result = audit(alone / "certificate.json", data)
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    shutil.copy(run / "certificate.json", folder)
+    result = audit(folder / "certificate.json", data)
     assert result.code == 0, result.lines
     verdicts = [result.rows(name)[0][0] for name in ("manifest", "model", "data")]
     assert verdicts == ["unchecked", "unchecked", "equal"]
