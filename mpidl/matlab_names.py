@@ -266,8 +266,8 @@ REMARKS = {
     "the input",
     "momentum": "decay= is the weight of a mini-batch in the moving averages: PyTorch's momentum, "
     "or 1 minus that of Keras",
-    "epochs maxepochs batchsize learningrate validationdata callbacks": "dl.TrainingOptions and "
-    "the hooks of dl.train set how a network is trained",
+    "epochs maxepochs batchsize learningrate validationdata callbacks certify": "dl."
+    "TrainingOptions and the hooks of dl.train set how a network is trained",
     "params": "the optimizer receives the learnables in each step",
     "activation": "an activation is a layer, such as dl.ReLU()",
     "inplace": "the network decides which layers share memory",

@@ -121,6 +121,7 @@ def test_habits_with_networks(net):
         (lambda net, store: dl.SGDM(net.parameters), "positive, found a dict"),
         (lambda net, store: dl.train(net, store, epochs=3), "epochs: dl.TrainingOptions and the"),
         (lambda net, store: dl.train(net, store, batch_size=32), "batch_size: dl.TrainingOption"),
+        (lambda net, store: dl.train(net, store, certify=True), "certify: dl.TrainingOptions and"),
         (
             lambda net, store: dl.Network([dl.ReLU], (1, 8, 8)),
             "ReLU'> in it: write ReLU(...)",
