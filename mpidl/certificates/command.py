@@ -15,7 +15,7 @@ from mpidl.certificates.chain import START, STATE
 from mpidl.certificates.checks import Finding
 from mpidl.certificates.replay import NEUTRAL, Material
 from mpidl.certificates.segments import SEED, Selection
-from mpidl.cli import arguments, start, train_run, user_files
+from mpidl.cli import arguments, start, train_data, train_run, user_files
 from mpidl.cli.parser import RUN, Parser
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0
@@ -197,11 +197,23 @@ class Command:
         last = self.auditor.certificate.of_kind(START)[-1]
         names = {name: typed[name] for name in SPEED if name in typed}
         training.options = audit.options_of(self.auditor.certificate, last, names)
-        training.open_data()
+        self._open_images(training, last["data"]["train"]["images"])
         lines = [*training.notes, *self.world.use_threads(training.options.threads)]
         for line in [*start.arithmetic(self.world), *lines]:
             print(line, file=sys.stderr)
         return training
+
+    def _open_images(self, training, count):
+        """Open the images. `count` is the number of those that the run trained on."""
+        options, resolved = training.options, training.resolved
+        training.open_data()
+        is_split = resolved.run["test_data"] is None and resolved.run["test_fraction"]
+        if is_split and len(training.sets.train) != count:
+            # The test images were in --data of the run, but they may not be in that of the auditor.
+            whole = resolved._replace(run={**resolved.run, "test_fraction": 0.0})
+            images = train_data.open_images(training.typed, whole, options, training.session)
+            if len(images.sets.train) == count:
+                training.sets, training.options, training.source, _ = images
 
     def _material(self, training, layers):
         """Return the material of the audit, and what gave the initial weights."""

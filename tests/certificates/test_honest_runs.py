@@ -158,6 +158,19 @@ def test_a_certificate_without_the_other_files(data, tmp_path):
     assert verdicts == ["unchecked", "unchecked", "equal"]
 
 
+def test_images_in_parts(data, tmp_path):
+    """An auditor may have the images to train on without those of the test."""
+    run = train_run(data, tmp_path / "run", "--epochs", 1)
+    with np.load(data) as arrays:
+        names = "images", "labels", "classes"
+        np.savez(tmp_path / "train.npz", **{name: arrays[name] for name in names})
+        test = {name: arrays[f"{name}_test"] for name in ("images", "labels")}
+        np.savez(tmp_path / "test.npz", **test, classes=arrays["classes"])
+    result = audit(run, tmp_path / "train.npz")
+    assert result.code == 0 and result.rows("test")[0][0] == "unchecked", result.lines
+    assert_equal(run, tmp_path / "train.npz", "--test-data", tmp_path / "test.npz")
+
+
 # Runs of Python programs.
 
 
