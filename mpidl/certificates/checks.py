@@ -203,14 +203,15 @@ def check_model(certificate: Certificate, folder: str) -> Finding:
 def _changed_model(certificate, tables, description):
     """Return what a file of a network says of the network that is not so, or None."""
     start = certificate.of_kind(START)[-1]
-    recorded = {**start["network"], "classes": start["data"]["train"]["classes"]}
-    values = recording.plain(description)
-    saved = {"layers": values["network"], "loss": values.get("loss")}
-    saved |= {"input_shape": values["input_shape"], "classes": values["classes"]}
-    problem = _changed_layers(certificate, saved["layers"])
-    for key in ("input_shape", "loss", "classes"):
-        if saved[key] != recorded[key]:
-            problem = problem or f"{key} is {saved[key]}, was {recorded[key]}"
+    recorded, names = start["network"], start["data"]["train"]["classes"]
+    saved = recording.plain(description)
+    problem = _changed_layers(certificate, saved["network"])
+    for key in ("input_shape", "loss"):
+        if saved.get(key) != recorded[key]:
+            problem = problem or f"{key} is {saved.get(key)}, was {recorded[key]}"
+    # A network may have no classes, such as one of numbers, or names of more outputs.
+    if (classes := saved["classes"]) and classes[: max(len(names), 1)] != names:
+        problem = problem or f"classes is {classes}, was {names}"
     # The arrays of the normalization are in all states.
     name, normalization = "normalization", tables.get("normalization", {})
     digest = states.table_digest(name, normalization) if normalization else None

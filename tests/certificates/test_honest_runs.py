@@ -19,6 +19,7 @@ from certified_runs import (
 
 import mpidl as dl
 from mpidl.errors import UserError
+from mpidl.evaluation.validation import Validation
 from mpidl.training import golden
 
 NETWORKS = Path(__file__).parents[1] / "launch" / "networks.py"
@@ -220,6 +221,26 @@ def test_a_hook_that_validates(tmp_path):
     options |= {"output_network": "best-validation", "learning_rate": 0.5}
     result = train(tmp_path, hooks=[Validate()], **options)
     assert result.history.validation.iteration.tolist() == [3, 6, 7, 9]
+    assert_audited(tmp_path, options_of(**options))
+
+
+def test_a_signal_in_a_validation(tmp_path, monkeypatch):
+    """The job that resumes makes the validation, after the state of its iteration."""
+    run = Validation.run
+
+    def interrupted(self, net, iteration, signals=None, progress=None):
+        if iteration == 4 and signals is not None:
+            signals.name = "SIGUSR1"
+        return run(self, net, iteration, signals, progress)
+
+    options = {"validation": images(48, 72), "validation_frequency": 2}
+    options |= {"output_network": "best-validation"}
+    with monkeypatch.context() as patches:
+        patches.setattr(Validation, "run", interrupted)
+        assert train(tmp_path, **options).stopped == "SIGUSR1"
+    train(tmp_path, **options, resume=True)
+    kinds = [link["kind"] for link in chain(tmp_path) if link["iteration"] == 4]
+    assert kinds == ["state", "start", "validation"]
     assert_audited(tmp_path, options_of(**options))
 
 

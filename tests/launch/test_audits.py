@@ -108,6 +108,117 @@ def test_a_run_that_was_killed_and_resumed(pictures, tmp_path, ranks, words):
     assert lines[-1].startswith("DIFFERENT: certificate, options, iterations 0-"), lines
 
 
+VALIDATION = "--validation-fraction 0.2 --validation-frequency 3"
+BEST = f"{VALIDATION} --output-network best-validation"
+# {name: (images, network, options)} of runs that the audit must accept.
+RUNS = {
+    "augmentation": (
+        "colours",
+        "small",
+        "--flip xy --translate 2 --rotation 10 --scale 0.9,1.1 --shear 5 --brightness 0.2 "
+        "--contrast 0.3 --saturation 0.2 --hue 0.1 --posterize 0.5 --erase 0.5 "
+        "--resized-crop 20x20 --normalization zscore --test-flips x",
+    ),
+    "mixing in parts": (
+        "pictures",
+        "small",
+        "--mixup 0.3 --cutmix 1 --mix-probability 0.7 --shuffle every-epoch --label-smoothing 0.1 "
+        f"--accumulate 3 --partial-minibatch discard {BEST}",
+    ),
+    "balanced": (
+        "pictures",
+        "small",
+        f"--sampling balanced --shuffle every-epoch --class-weights 1,2,0.5 {VALIDATION}",
+    ),
+    "weights of classes": (
+        "pictures",
+        "small",
+        "--class-weights balanced --focal-gamma 2 --metrics all --fold 2/3",
+    ),
+    "lars": (
+        "pictures",
+        "small",
+        "--solver lars --learn-rate-schedule cosine --warmup-epochs 1 --nesterov --average swa "
+        "--average-use raw",
+    ),
+    "adamw": (
+        "pictures",
+        "small",
+        "--solver adamw --gradient-threshold 0.1 --gradient-threshold-method global-l2norm "
+        f"--average ema --average-every 2 --average-start 2 {BEST}",
+    ),
+    "patience": (
+        "pictures",
+        "small",
+        f"{BEST} --validation-frequency 1 --validation-patience 1 --learning-rate 0.9 --epochs 9",
+    ),
+    "statistics": (
+        "pictures",
+        "small",
+        f"--normalization zerocenter-element --random-crop 10x9 {BEST} --batchnorm-statistics "
+        "moving",
+    ),
+    "conversion": (
+        "pictures",
+        "small",
+        "--resize 14x15 --colour rgb --centre-crop 10x11 --validation-data test",
+    ),
+    "bfloat16": ("pictures", "varied", "--precision bf16 --epochs 2"),
+    "winograd": ("pictures", "varied", "--winograd fast --epochs 2 --max-iterations 5"),
+    "hardware": (
+        "pictures",
+        "small",
+        "--worker-load measured --timeline 5 --tensorboard --workers 2 --prefetch 0 --cache-mb 1",
+    ),
+    "numbers": ("pairs/numbers.h5", "small", f"--loss mse {VALIDATION}"),
+    "pixels": ("pairs/pixels.h5", "pixels", "--loss crossentropy+dice --class-weights balanced"),
+    "labels": (
+        "pairs/labels.h5",
+        "small",
+        f"--loss binary-crossentropy --positive-weights balanced --metrics all {VALIDATION}",
+    ),
+}
+
+
+@pytest.mark.slow("wings")
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_with_all_kinds_of_options(request, tmp_path, name):
+    place, network, words = RUNS[name]
+    fixture, _, file = place.partition("/")
+    data, out = request.getfixturevalue(fixture), tmp_path / "run"
+    data = data[file.removesuffix(".h5")] if file else data
+    words = [
+        "--epochs",
+        3,
+        "--certify",
+        "--certify-every",
+        2,
+        "--checkpoint-keep",
+        4,
+        *words.split(),
+    ]
+    network = jobs.network(network)
+    jobs.train(2, data, out, "--batch-size", 32, *words, "--threads", 1, network=network)
+    for ranks, selection in ((1, ()), (3, ("--sample", 2)), (2, ("--steps", "2:3"))):
+        assert_all_equal(audit(ranks, out, data, *selection))
+
+
+@pytest.mark.slow("wings")
+def test_a_run_that_has_skipped_images(pictures, tmp_path):
+    data, out = tmp_path / "set", tmp_path / "run"
+    launcher.shutil.copytree(pictures, data)
+    for name in ("03", "04", "31", "32", "33", "34", "50", "51"):  # some of them in each set
+        (data / "box" / f"{name}.png").write_bytes(b"no image")
+    words = ["--on-bad-image", "skip", "--epochs", 2, *CERTIFY, *BEST.split()]
+    jobs.train(2, data, out, *words, "--normalization", "zerocenter", "--threads", 1)
+    lines = (out / "certificate-images.txt").read_text().splitlines()
+    zeros = [i for i, line in enumerate(lines) if line == "0" * 64]
+    headings = [i for i, line in enumerate(lines) if line.startswith("#")]
+    assert len(zeros) == 8 and all(any(h < i for i in zeros) for h in headings)
+    for ranks, selection in ((1, ()), (3, ("--sample", 2))):
+        assert_all_equal(audit(ranks, out, data, *selection))
+
+
 def test_a_signal_stops_an_audit(pictures, tmp_path):
     """A signal to one rank ends the audit on all ranks, without a verdict."""
     out = tmp_path / "run"
