@@ -172,6 +172,13 @@ def test_images_in_parts(data, tmp_path):
     assert_equal(run, tmp_path / "train.npz", "--test-data", tmp_path / "test.npz")
 
 
+def test_images_without_names_of_classes(data, tmp_path):
+    run = train_run(data, tmp_path / "run", "--epochs", 1)
+    with np.load(data) as arrays:
+        np.savez(tmp_path / "set.npz", **{n: a for n, a in arrays.items() if n != "classes"})
+    assert_equal(run, tmp_path / "set.npz")
+
+
 # Runs of Python programs.
 
 
