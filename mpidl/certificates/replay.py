@@ -162,6 +162,8 @@ def load_covered(path: str, certificate: Certificate) -> Checkpoint | None:
     links = {link["iteration"]: link for link in certificate.of_kind(STATE)}
     if not all(position.iteration in links for position in positions):
         return None
+    if positions[0].rollbacks < links[positions[0].iteration]["rollbacks"]:
+        return None  # the run rolled back to an earlier state, and reached the iteration again
     differing = _differing(links[positions[0].iteration]["tables"], states.table_digests(arrays))
     covered = []
     for (facts, tables), position in zip(saved, positions, strict=True):
@@ -169,8 +171,9 @@ def load_covered(path: str, certificate: Certificate) -> Checkpoint | None:
         validations = _validations_before(certificate, position.iteration, facts)
         best = {t: states.table_digest(t, tables[t]) for t in BEST if t in tables}
         problems = _differing(validations[-1]["best"] if validations else {}, best)
-        if covered:  # a rollback sets the number of rollbacks anew
-            position = replace(position, rollbacks=link["rollbacks"])
+        # A rollback sets the number of rollbacks anew. A run may be stopped just after it.
+        position = replace(position, rollbacks=link["rollbacks"])
+        if covered:
             digests = {t: states.table_digest(t, tables[t]) for t in TABLES}
             problems += _differing({t: link["tables"].get(t) for t in TABLES}, digests)
             problems = [PREFIX + table for table in problems]
@@ -301,6 +304,7 @@ class Comparison:
         self.compared = 0  # the last iteration whose validation has been compared
         self._missing: tuple[int, int] | None = None  # state after a rollback that has yet to come
         self._is_past = False  # whether the replay keeps no state to which the run rolled back
+        self._kept: tuple[Any, Any] = {}, {}  # the state to roll back to, at the last state
         self._best = states.BestDigests()
 
     def begin(self, part_end: int, is_last: bool) -> None:
@@ -320,6 +324,7 @@ class Comparison:
         if (loss := plain(trainer.net.loss)) != self.loss:
             raise Unreachable(f"the loss of the network is {loss}, was {self.loss}")
         trainer.writer.listeners.append(lambda record: self._validated(trainer, record))
+        self._follow_rollbacks(trainer)
         if trainer.position.iteration == 0:
             self._reach(trainer)
         else:
@@ -355,6 +360,7 @@ class Comparison:
         if iteration in self.validations and iteration < self.end_link["iteration"]:
             self._validate_like_the_run(trainer)
         is_compared = False
+        self._follow_rollbacks(trainer)
         if iteration in self.states or iteration >= self.part_end:
             trainer.wait()  # other iterations do not wait for a GPU
         if trainer.world.rank == 0:
@@ -370,6 +376,25 @@ class Comparison:
             self._stop(trainer)
         else:
             self._stop_like_the_run(trainer)
+
+    def _follow_rollbacks(self, trainer):
+        """Until the run rolled back, keep the state to which it did so, if a job began there.
+
+        This job has seen only the end of the iterations that it repeated. A replay makes them all
+        with the options of this job, which may keep other states.
+        """
+        rollback, link = trainer.rollback, self.states.get(trainer.position.iteration)
+        if rollback is None or link is None:
+            return
+        if trainer.position.rollbacks >= link["rollbacks"]:
+            self._kept = rollback.arrays, rollback.facts
+        elif self._began_at_kept():
+            rollback.arrays, rollback.facts = self._kept
+
+    def _began_at_kept(self):
+        """Return whether a later job began at the state to roll back to."""
+        kept = self._kept[1].get("position", {}).get("iteration")
+        return sum(first == kept for first, _ in self.intervals) > (kept == 0)
 
     def _stop_like_the_run(self, trainer):
         is_end = self.is_to_the_end and trainer.position.iteration == self.stops[-1]
@@ -422,7 +447,7 @@ class Comparison:
         is_kept = trainer.position.batch == 0 or bool(interval and iteration % interval == 0)
         if options.on_nan != "rollback" or self._is_past:
             self.differ(state, f"the run has rolled back {rollbacks} times, the replay has not")
-        self._is_past = is_kept
+        self._is_past = is_kept and not self._began_at_kept()
 
     def _compare_state(self, trainer, link):
         iteration, losses = link["iteration"], link["losses"]

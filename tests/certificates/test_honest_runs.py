@@ -21,6 +21,8 @@ import mpidl as dl
 from mpidl.errors import UserError
 from mpidl.evaluation.validation import Validation
 from mpidl.training import golden
+from mpidl.training.files import checkpoint
+from mpidl.training.rollback import Rollback
 
 NETWORKS = Path(__file__).parents[1] / "launch" / "networks.py"
 
@@ -255,6 +257,69 @@ def test_validation_images_that_an_auditor_does_not_pass(tmp_path):
     train(tmp_path, validation=images(48, 72))
     with pytest.raises(UserError, match="^--validation-data .* the 24 images of the run"):
         dl.audit(tmp_path, images(), world=one_world())
+
+
+class Diverging:
+    """A run of 8 iterations per epoch that returns from iteration 48 to iteration 40."""
+
+    options = {"epochs": 8, "batch_size": 4, "loss": "mse", "momentum": 0.0, "learning_rate": 0.8}
+
+    def __init__(self, out):
+        self.out = out
+        pixels = np.random.default_rng(0).integers(0, 256, (32, 1, 4, 4), dtype=np.uint8)
+        targets = (pixels.mean((1, 2, 3)) / 255).astype(np.float32)
+        self.images = dl.ArrayDatastore(pixels, targets=targets)
+
+    def train(self, is_resumed=False, **options):
+        options = options_of(**self.options | {"on_nan": "rollback"} | options)
+        net = dl.Network([dl.Dense(1)], (1, 4, 4), seed=0)
+        place = {"resume": self.out} if is_resumed else {"out": self.out}
+        return dl.train(net, self.images, options, world=one_world(), **place)
+
+    def assert_audited(self, last):
+        counts = {x["iteration"]: x["rollbacks"] for x in chain(self.out) if x["kind"] == "state"}
+        assert counts[40] == 0 and counts[last] == 1
+        for selection in ({}, {"sample": 3}, {"steps": (41, 44)}):
+            result = dl.audit(self.out, self.images, world=one_world(), **selection)
+            assert result.is_equal, str(result)
+
+
+@pytest.mark.parametrize("interval", [43, 0])
+def test_a_rollback_to_before_a_resume(tmp_path, interval):
+    """The second job repeats iterations of the first one, and may keep other states of them."""
+    run = Diverging(tmp_path)
+    run.train(max_iterations=45)
+    run.train(is_resumed=True, checkpoint_every=interval, max_iterations=52)
+    assert [x["iteration"] for x in chain(tmp_path) if x["kind"] == "start"] == [0, 40]
+    run.assert_audited(48)
+
+
+def test_a_checkpoint_of_iterations_that_a_run_has_repeated(tmp_path):
+    """The previous checkpoint is older than the rollback, so no state of the run is that one."""
+    run = Diverging(tmp_path)
+    run.train(max_iterations=45, checkpoint_keep=0)
+    run.train(is_resumed=True, max_iterations=48, checkpoint_keep=0, certify_every=5)
+    position = checkpoint.load(tmp_path / "checkpoint-previous.h5")[1]["position"]
+    assert (position["iteration"], position["rollbacks"]) == (45, 0)
+    run.assert_audited(48)
+
+
+def test_a_signal_just_after_a_rollback(tmp_path, monkeypatch):
+    """The last checkpoint, which the run may keep, has more rollbacks than its state."""
+    restore = Rollback.restore
+
+    def interrupted(self, trainer, problem):
+        restore(self, trainer, problem)
+        trainer.signals.name = "SIGUSR1"
+
+    run = Diverging(tmp_path)
+    with monkeypatch.context() as patches:
+        patches.setattr(Rollback, "restore", interrupted)
+        assert run.train().stopped == "SIGUSR1"
+    run.train(is_resumed=True, max_iterations=48)
+    position = checkpoint.load(checkpoint.path_of(tmp_path, 40))[1]["position"]
+    assert (position["iteration"], position["rollbacks"]) == (40, 1)
+    run.assert_audited(48)
 
 
 class Signs:
