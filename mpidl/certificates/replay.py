@@ -349,7 +349,9 @@ class Comparison:
             self._compare_end(trainer)
             if self.difference is None:
                 self.passed(last)
-        elif iteration < last or self._missing is not None:
+        elif self._missing is not None:
+            self._differ_in_rollbacks()
+        elif iteration < last:
             self.differ(iteration, f"the replay ends here, the run after iteration {last} or later")
 
     def _reach(self, trainer):
@@ -417,16 +419,18 @@ class Comparison:
     def _compare(self, trainer, iteration, rollbacks):
         """Compare a state, and return whether this is done. A rollback may have yet to come."""
         link = self.states.get(iteration)
-        if iteration > self.end_link["iteration"]:
+        if iteration > self.end_link["iteration"] and self._missing is not None:
+            self._differ_in_rollbacks()
+        elif iteration > self.end_link["iteration"]:
             self.differ(iteration, "the options train on, but the run has ended")
         elif self._missing is not None and rollbacks < self._missing[1]:
-            self._await_rollback(trainer, iteration, *self._missing)
+            self._await_rollback(trainer, iteration)
         elif link is None:
             if trainer.position.batch == 0 or self._is_due(iteration):
                 self.differ(iteration, "the certificate has no state of this iteration")
         elif rollbacks < link["rollbacks"]:
             self._missing = iteration, link["rollbacks"]
-            self._await_rollback(trainer, iteration, *self._missing)
+            self._await_rollback(trainer, iteration)
         elif rollbacks > link["rollbacks"]:
             count = link["rollbacks"]
             self.differ(iteration, f"the replay has rolled back {rollbacks} times, the run {count}")
@@ -441,13 +445,17 @@ class Comparison:
         *_, current = [n for first, n in self.intervals if first < iteration or not first]
         return any(interval and iteration % interval == 0 for interval in current)
 
-    def _await_rollback(self, trainer, iteration, state, rollbacks):
+    def _await_rollback(self, trainer, iteration):
         """Differ if the run rolled back to a state that the replay no longer keeps."""
         interval, options = trainer.options.checkpoint_every, trainer.options
         is_kept = trainer.position.batch == 0 or bool(interval and iteration % interval == 0)
         if options.on_nan != "rollback" or self._is_past:
-            self.differ(state, f"the run has rolled back {rollbacks} times, the replay has not")
+            self._differ_in_rollbacks()
         self._is_past = is_kept and not self._began_at_kept()
+
+    def _differ_in_rollbacks(self):
+        state, rollbacks = self._missing
+        self.differ(state, f"the run has rolled back {rollbacks} times, the replay has not")
 
     def _compare_state(self, trainer, link):
         iteration, losses = link["iteration"], link["losses"]

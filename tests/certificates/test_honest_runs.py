@@ -18,7 +18,7 @@ from certified_runs import (
 )
 
 import mpidl as dl
-from mpidl.errors import UserError
+from mpidl.errors import NotFinite, UserError
 from mpidl.evaluation.validation import Validation
 from mpidl.training import golden
 from mpidl.training.files import checkpoint
@@ -320,6 +320,31 @@ def test_a_signal_just_after_a_rollback(tmp_path, monkeypatch):
     position = checkpoint.load(checkpoint.path_of(tmp_path, 40))[1]["position"]
     assert (position["iteration"], position["rollbacks"]) == (40, 1)
     run.assert_audited(48)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_rollback_without_cause_is_different(tmp_path, monkeypatch, is_resumed):
+    """A rollback halves the learning rate, so a run must not claim one that never came."""
+    run, step, is_done = Diverging(tmp_path), Rollback.step, []
+
+    def forged(self, trainer):
+        step(self, trainer)
+        if trainer.position.iteration == 46 and not is_done:
+            is_done.append(True)
+            raise NotFinite("the loss is not finite", "")
+
+    rate = {"learning_rate": 0.01}
+    if is_resumed:
+        run.train(max_iterations=40, **rate)
+    with monkeypatch.context() as patches:
+        patches.setattr(Rollback, "step", forged)
+        run.train(is_resumed=is_resumed, max_iterations=52, **rate)
+    counts = {x["iteration"]: x["rollbacks"] for x in chain(tmp_path) if x["kind"] == "state"}
+    assert is_done and counts[40] == 0 and counts[48] == 1
+    for selection in ({}, {"steps": (41, 48)}):
+        result = dl.audit(tmp_path, run.images, world=one_world(), **selection)
+        assert not result.is_equal, str(result)
+        assert any("rolled back 1 times, the replay has not" in f.text for f in result.findings)
 
 
 class Signs:
