@@ -58,6 +58,7 @@ CROSS_CUTTING = {
     "backends/gpu/test_cupy_names.py": "every name of CuPy that mpidl uses",
     "evaluation/test_undefined_scores.py": "metrics of NaN scores and of ignored labels",
     "backends/gpu/test_cupy_on_host.py": "the stand-in for CuPy on host memory",
+    "certificates/test_forged_certificates.py": "audits of forged certificates",
     "certificates/test_form.py": "the program in the README of the wing",
     "certificates/test_honest_runs.py": "audits of runs with all kinds of options",
     "core/test_promise.py": "equal bytes on simulated ranks, by the core alone",

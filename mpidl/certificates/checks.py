@@ -24,9 +24,10 @@ from mpidl.certificates import (
 )
 from mpidl.certificates.certificate import FILE, MANIFEST, MODEL, WEIGHTS, Certificate
 from mpidl.certificates.chain import START, STATE
-from mpidl.certificates.replay import Point
+from mpidl.certificates.covered import Point, load_covered
 from mpidl.errors import UserError
 from mpidl.files import open_for_reading, sha256_of_file, unreadable
+from mpidl.nn import zoo
 from mpidl.options.declaration import flag
 from mpidl.text import name_list, printable
 from mpidl.training.files import model_file
@@ -254,7 +255,7 @@ def check_checkpoints(
     findings, points, between = [], {}, 0
     for path in paths:
         try:
-            loaded = replay.load_covered(path, certificate)
+            loaded = load_covered(path, certificate)
         except UserError as error:
             findings.append(Finding("checkpoints", DIFFERENT, str(error)))
             continue
@@ -470,6 +471,18 @@ class Source(NamedTuple):
 
     text: str
     is_certain: bool = True
+
+
+def seed_of(certificate: Certificate) -> Source:
+    """Return the seed of a run as the source of its initial weights."""
+    network = certificate.of_kind(START)[0]["inputs"].get("network")
+    return Source(f"the seed {seed(certificate)}", network in zoo.NETWORKS)
+
+
+def seed(certificate: Certificate) -> int:
+    """Return the seed of a run."""
+    text = certificate.of_kind(START)[0]["options"].get("seed", "0")
+    return int(settings.value_of("seed", text))
 
 
 def check_initial_weights(certificate: Certificate, net: Network, source: Source) -> Finding:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidl.certificates import audit, checks, settings, states
-from mpidl.certificates.audit import Auditor, Stopped
+from mpidl.certificates.auditor import Auditor, Stopped
 from mpidl.certificates.certificate import Certificate
 from mpidl.certificates.chain import START, STATE
 from mpidl.certificates.checks import Finding
-from mpidl.certificates.replay import NEUTRAL, Material
+from mpidl.certificates.replay import NEUTRAL, Material, options_of
 from mpidl.certificates.segments import SEED, Selection
 from mpidl.cli import arguments, start, train_data, train_run, user_files
 from mpidl.cli.parser import RUN, Parser
@@ -196,7 +196,7 @@ class Command:
         training.resolve_options()
         last = self.auditor.certificate.of_kind(START)[-1]
         names = {name: typed[name] for name in SPEED if name in typed}
-        training.options = audit.options_of(self.auditor.certificate, last, names)
+        training.options = options_of(self.auditor.certificate, last, names)
         self._open_images(training, last["data"]["train"]["images"])
         lines = [*training.notes, *self.world.use_threads(training.options.threads)]
         for line in [*start.arithmetic(self.world), *lines]:
@@ -210,8 +210,8 @@ class Command:
         is_split = resolved.run["test_data"] is None and resolved.run["test_fraction"]
         if is_split and len(training.sets.train) != count:
             # The test images were in --data of the run, but they may not be in that of the auditor.
-            whole = resolved._replace(run={**resolved.run, "test_fraction": 0.0})
-            images = train_data.open_images(training.typed, whole, options, training.session)
+            untested = resolved._replace(run={**resolved.run, "test_fraction": 0.0})
+            images = train_data.open_images(training.typed, untested, options, training.session)
             if len(images.sets.train) == count:
                 training.sets, training.options, training.source, _ = images
 
@@ -229,7 +229,7 @@ class Command:
             source = checks.Source(str(typed.get("weights") or typed.get("network")))
         else:
             network = audit.network_of(certificate, layers)
-            source = audit.seed_of(certificate)
+            source = checks.seed_of(certificate)
         names = {name: training.options for name in SPEED}
         replaced = {name: getattr(options, name) for name, options in names.items()}
         replaced["validation"] = training.options.validation

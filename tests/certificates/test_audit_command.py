@@ -1,6 +1,5 @@
 """Test that an audit finds and names each kind of tampering, and that it accepts an honest run."""
 
-import copy
 import io
 import json
 import os
@@ -12,6 +11,18 @@ import certificate_files
 import certified_runs
 import numpy as np
 import pytest
+from audited_files import (
+    CERTIFICATE,
+    SIGNER,
+    ZEROS,
+    Tampering,
+    audit_files,
+    forge,
+    new_key,
+    put,
+    remove_checkpoints,
+    state_at,
+)
 from certified_runs import audit, chain, train_run, write_data
 
 import mpidl as dl
@@ -22,43 +33,8 @@ from mpidl.report import Console
 from mpidl.training import golden
 from mpidl.training.files import model_file
 
-SIGNER = "alice@example.org"
+pytestmark = pytest.mark.usefixtures("machine")
 SLOW = pytest.mark.slow("jobs")
-
-
-def new_key(path):
-    words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(path)]
-    subprocess.run(words, check=True)
-    return path
-
-
-@pytest.fixture(scope="session")
-def honest(tmp_path_factory):
-    """A folder with a set, an honest certified run, its key, and the file of its signers."""
-    folder = tmp_path_factory.mktemp("honest")
-    write_data(folder / "set.npz")
-    key = new_key(folder / "key")
-    signer = f"{SIGNER} {key.with_suffix('.pub').read_text()}"
-    (folder / "signers").write_text(signer)
-    train_run(folder / "set.npz", folder / "run", "--certify-key", key)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def machine(monkeypatch):
-    """Let the golden hashes agree at once, because their trainings take seconds."""
-    monkeypatch.setattr(golden, "check", lambda: [golden.Outcome("digits", "aa", "aa")])
-
-
-@pytest.fixture
-def files(honest, tmp_path):
-    """A copy of the files of an honest run, for a test that changes them."""
-    return shutil.copytree(honest, tmp_path / "files")
-
-
-def audit_files(folder, *words, signers=True):
-    signed = ("--signers", folder / "signers") if signers else ()
-    return audit(folder / "run", folder / "set.npz", *signed, *words)
 
 
 def test_an_honest_run_is_equal(honest):
@@ -152,209 +128,6 @@ def test_other_test_images_do_not_prevent_replays(files):
     (line,) = [text for verdict, text in result.rows("data") if verdict == "DIFFERENT"]
     assert line.startswith("test: ") and "with other pixels: image 3" in line
     assert result.rows("iterations 12-15")[0][0] == "equal"
-
-
-# Tampering with the certificate, of which the chain is bound anew.
-
-
-def put(value, index, *keys):
-    """Return a function that replaces a value in a link of a chain."""
-
-    def change(predicate):
-        place = predicate["chain"][index]
-        for key in keys[:-1]:
-            place = place[key]
-        assert keys[-1] in place
-        place[keys[-1]] = value
-
-    return change
-
-
-def state_at(folder, iteration):
-    """Return the index of the state of an iteration."""
-    links = chain(folder / "run")
-    return next(
-        i for i, x in enumerate(links) if x["kind"] == "state" and x["iteration"] == iteration
-    )
-
-
-def forge(folder, *changes):
-    """Change the certificate, bind its chain anew, and remove what shows that it is a forgery."""
-    path = folder / "run" / "certificate.json"
-    for change in changes:
-        certificate_files.forge(path, change)
-    (folder / "run" / "certificate.json.sig").unlink(missing_ok=True)
-
-
-def remove_checkpoints(folder):
-    shutil.rmtree(folder / "run" / "checkpoints")
-    for path in (folder / "run").glob("checkpoint*.h5"):
-        path.unlink()
-
-
-ZEROS = "0" * 64
-CERTIFICATE = "cause: the certificate: its states do not follow from this data and these options"
-# {kind: (index of a link or ("state", iteration), keys and value, subject, text)}
-FORGERIES = {
-    "an option": (0, ("options", "learning_rate"), "0.02", "iterations 0-15", CERTIFICATE),
-    "an option of images": (0, ("options", "mixup"), "0.3", "iterations 0-15", CERTIFICATE),
-    "an option of the average": (
-        0,
-        ("options", "average_decay"),
-        "0.8",
-        "iterations 0-15",
-        "optim",
-    ),
-    "the seed": (0, ("options", "seed"), "1", "initial weights", "not those of "),
-    "a limit of iterations": (
-        *(0, ("options", "max_iterations"), "9", "iterations 0-15"),
-        "from iteration 9 on: the replay ends here, the run after iteration 15 or later",
-    ),
-    "the number of epochs": (
-        *(0, ("options", "epochs"), "4", "iterations 0-15"),
-        "from iteration 16 on: the options train on, but the run has ended",
-    ),
-    "an attribute of a layer": (
-        *(0, ("network", "layers", 1, "epsilon"), 1e-3, "iterations 0-15", CERTIFICATE),
-    ),
-    "a layer": (0, ("network", "layers", 0, "filters"), 5, "network", "filters is 4, was 5"),
-    "the initial state": (("state", 0), ("tables", "state"), ZEROS, "initial weights", "state: "),
-    "the statistics of the images": (
-        *(("state", 0), ("tables", "normalization"), ZEROS, "iterations 0-15"),
-        "from iteration 0 on: normalization differ",
-    ),
-    "a digest": (
-        *(("state", 6), ("tables", "learnables"), ZEROS, "iterations 0-15"),
-        f"from iteration 6 on: learnables differ; {CERTIFICATE}",
-    ),
-    "a loss": (("state", 10), ("losses",), [0.5, 0.5], "iterations 0-15", "9 on: the loss is"),
-    "the progress": (("state", 10), ("progress",), ZEROS, "iterations 0-15", "progress differ"),
-    "a rollback": (
-        *(("state", 10), ("rollbacks",), 1, "iterations 0-15"),
-        "from iteration 10 on: the run has rolled back 1 times, the replay has not",
-    ),
-    "a validation": (
-        ("validation", 8),
-        ("loss",),
-        0.25,
-        "iterations 0-15",
-        "from iteration 8 on: v",
-    ),
-    "the weights": (("end", 15), ("weights",), ZEROS, "iterations 0-15", "weights: "),
-    "the returned iteration": (
-        *(("end", 15), ("returned_iteration",), 14, "iterations 0-15"),
-        "returned iteration: 15, was 14",
-    ),
-    "the accuracy of the test": (("end", 15), ("test", "accuracy"), 0.25, "test", "accuracy is "),
-    "the numerics": (
-        *(0, ("software", "numerics"), 99, "software"),
-        "install mpidl 0.1.0, or another with numerics 99",
-    ),
-    "the number of images": (0, ("data", "train", "images"), 67, "data", "images is 66, was 67"),
-    "the root of the images": (0, ("data", "train", "root"), ZEROS, "data", "the digests differ"),
-}
-
-
-@pytest.mark.parametrize("kind", FORGERIES)
-def test_a_forged_certificate_differs(files, kind):
-    """Without a signature and checkpoints, only replays and other files contradict the chain."""
-    place, keys, value, subject, text = FORGERIES[kind]
-    index = place
-    if place != 0:
-        links = chain(files / "run")
-        pairs = [(link["kind"], link["iteration"]) for link in links]
-        index = pairs.index(place)
-    remove_checkpoints(files)
-    forge(files, put(value, index, *keys))
-    # The code of a run may set the initial weights, so the auditor says where they come from.
-    is_network = subject in ("network", "initial weights")
-    words = ("--network", certified_runs.NETWORK) if is_network else ()
-    result = audit_files(files, *words, signers=False)
-    assert result.code == 1 and subject in result.differing, result.lines
-    verdict, line = next(x for x in result.rows(subject) if x[0] == "DIFFERENT")
-    assert text in line, line
-    assert result.rows("certificate")[0][0] == "equal"
-
-
-def another_validation(links):
-    """Add a validation with a better result before the true one."""
-    i = index_of(links, "validation", 12)
-    links.insert(i, {**links[i], "loss": 0.001, "accuracy": 1.0})
-
-
-def no_iterations(links):
-    end = {**links[-1], "iteration": 0, "returned_iteration": 0}
-    links[:] = [links[0], links[index_of(links, "state", 0)], end]
-
-
-def another_best(links):
-    """Change the best network at a validation that is not better than the one before."""
-    for link in links:
-        if link["kind"] == "validation":
-            link["best"] = {"best_learnables": ZEROS}
-    i = index_of(links, "validation", 12)
-    links[i] |= {"loss": 9.0, "best": {"best_learnables": "1" * 64}}
-
-
-def other_entry(name, change):
-    """Return a function that lets the first start have another entry than a later one."""
-
-    def forge_links(links):
-        later = {"kind": "start", "iteration": 8, "ranks": 1, name: copy.deepcopy(links[0][name])}
-        links.insert(index_of(links, "state", 8) + 1, later)
-        links[0][name] = change(links[0][name])
-
-    return forge_links
-
-
-def another_loss(links):
-    links[0]["network"]["loss"] = {"name": "focal"}
-
-
-def index_of(links, kind, iteration):
-    return [(link["kind"], link["iteration"]) for link in links].index((kind, iteration))
-
-
-# {kind: (change of the links, subject, text)}
-CHAINS = {
-    "a better validation": (another_validation, "certificate", "expected one validation per"),
-    "no iterations": (no_iterations, "certificate", "expected at least one iteration"),
-    "another best network": (
-        another_best,
-        "certificate",
-        "expected the best network of the lowest",
-    ),
-    "other images in the first start": (
-        *(other_entry("data", lambda data: {**data, "train": {**data["train"], "root": ZEROS}}),),
-        *("data", "the start at iteration 8 has another entry data than the first"),
-    ),
-    "another sweep in a later start": (
-        *(other_entry("sweep", lambda sweep: {"file": ZEROS, "trial": 1, "trials": 1}),),
-        *("options", "the start at iteration 8 has another entry sweep than the first"),
-    ),
-    "the loss of the network": (another_loss, "iterations 0-15", "loss of the network is"),
-}
-
-
-@pytest.mark.parametrize("kind", CHAINS)
-def test_a_chain_that_no_run_writes(files, kind):
-    change, subject, text = CHAINS[kind]
-    remove_checkpoints(files)
-    forge(files, lambda predicate: change(predicate["chain"]))
-    result = audit_files(files, signers=False)
-    assert result.code == 1 and subject in result.differing, result.lines
-    assert any(v == "DIFFERENT" and text in line for v, line in result.rows(subject)), result.lines
-
-
-@pytest.mark.parametrize("names", [("weights", "weights"), ("weights", "other.h5")])
-def test_subjects_that_no_audit_compares(files, names):
-    def change(statement):
-        digest = statement["subject"][0]["digest"]
-        statement["subject"] = [{"name": name, "digest": digest} for name in names]
-
-    certificate_files.changed(files / "run" / "certificate.json", change)
-    with pytest.raises(UserError, match="subject"):
-        audit_files(files, signers=False)
 
 
 # Tampering with files, and runs that were not trained as they say.
@@ -482,53 +255,103 @@ def change_manifest(folder):
 
 
 FILES = {
-    "a digest in a link": (
-        *(change_without_mending(ZEROS, 2, "tables", "learnables"), "certificate"),
-        "link 2 (state, iteration 2) is not the link that link 3 confirms",
+    "a digest in a link": Tampering(
+        change=change_without_mending(ZEROS, 2, "tables", "learnables"),
+        subject="certificate",
+        text="link 2 (state, iteration 2) is not the link that link 3 confirms",
     ),
-    "an option in a link": (
-        *(change_without_mending("1", 0, "options", "seed"), "certificate"),
-        "link 0 (start, iteration 0) is not the link that link 1 confirms",
+    "an option in a link": Tampering(
+        change=change_without_mending("1", 0, "options", "seed"),
+        subject="certificate",
+        text="link 0 (start, iteration 0) is not the link that link 1 confirms",
     ),
-    "the sources of the software": (
-        *(change_without_mending(ZEROS, 0, "software", "sources"), "certificate"),
-        "link 0 (start, iteration 0) is not the link that link 1 confirms",
+    "the sources of the software": Tampering(
+        change=change_without_mending(ZEROS, 0, "software", "sources"),
+        subject="certificate",
+        text="link 0 (start, iteration 0) is not the link that link 1 confirms",
     ),
-    "a link removed": (remove_link, "certificate", "is not the link that"),
-    "a link removed and the chain mended": (
-        *(remove_link_and_merge, "iterations 4-8"),
-        "from iteration 6 on: the certificate has no state of this iteration",
+    "a link removed": Tampering(
+        change=remove_link,
+        subject="certificate",
+        text="is not the link that",
     ),
-    "a weight in a checkpoint": (
-        *(change_checkpoint("learnables"), "checkpoints"),
-        "00000008.h5: learnables differ from the state of iteration 8",
+    "a link removed and the chain mended": Tampering(
+        change=remove_link_and_merge,
+        subject="iterations 4-8",
+        text="from iteration 6 on: the certificate has no state of this iteration",
     ),
-    "a momentum in a checkpoint": (
-        *(change_checkpoint("optimizer"), "checkpoints"),
-        "00000008.h5: optimizer differ from the state of iteration 8",
+    "a weight in a checkpoint": Tampering(
+        change=change_checkpoint("learnables"),
+        subject="checkpoints",
+        text="00000008.h5: learnables differ from the state of iteration 8",
     ),
-    "a torn checkpoint": (tear_checkpoint, "checkpoints", "00000008.h5: expected a checkpoint"),
-    "a weight in the model": (change_model, "model", "model.h5: weights_sha256 is "),
-    "another model, and its digest": (replace_model, "model", "model.h5: weights_sha256 is "),
-    "another model, and no digest": (conceal_model, "model", "model.h5: weights_sha256 is "),
-    "the classes of the model": (rename_classes, "model", "classes is ['dot', 'bar', 'box'], was"),
-    "an option, and the checkpoints kept": (
-        *(forge_option, "options", "--learning-rate is 0.01, in the certificate 0.02"),
+    "a momentum in a checkpoint": Tampering(
+        change=change_checkpoint("optimizer"),
+        subject="checkpoints",
+        text="00000008.h5: optimizer differ from the state of iteration 8",
     ),
-    "a layer, and the checkpoints kept": (
-        *(forge_layer, "network", "layer batchnorm1: epsilon is 1e-05, was 0.001"),
+    "a torn checkpoint": Tampering(
+        change=tear_checkpoint,
+        subject="checkpoints",
+        text="00000008.h5: expected a checkpoint",
     ),
-    "the manifest": (change_manifest, "manifest", "in the certificate it is"),
-    "a forged signature": (sign_before_forging, "signature", "found: "),
-    "another signer": (another_signer, "signature", "expected a key in "),
-    "a removed signature": (remove_signature, "signature", "the certificate is not signed"),
+    "a weight in the model": Tampering(
+        change=change_model,
+        subject="model",
+        text="model.h5: weights_sha256 is ",
+    ),
+    "another model, and its digest": Tampering(
+        change=replace_model,
+        subject="model",
+        text="model.h5: weights_sha256 is ",
+    ),
+    "another model, and no digest": Tampering(
+        change=conceal_model,
+        subject="model",
+        text="model.h5: weights_sha256 is ",
+    ),
+    "the classes of the model": Tampering(
+        change=rename_classes,
+        subject="model",
+        text="classes is ['dot', 'bar', 'box'], was",
+    ),
+    "an option, and the checkpoints kept": Tampering(
+        change=forge_option,
+        subject="options",
+        text="--learning-rate is 0.01, in the certificate 0.02",
+    ),
+    "a layer, and the checkpoints kept": Tampering(
+        change=forge_layer,
+        subject="network",
+        text="layer batchnorm1: epsilon is 1e-05, was 0.001",
+    ),
+    "the manifest": Tampering(
+        change=change_manifest,
+        subject="manifest",
+        text="in the certificate it is",
+    ),
+    "a forged signature": Tampering(
+        change=sign_before_forging,
+        subject="signature",
+        text="found: ",
+    ),
+    "another signer": Tampering(
+        change=another_signer,
+        subject="signature",
+        text="expected a key in ",
+    ),
+    "a removed signature": Tampering(
+        change=remove_signature,
+        subject="signature",
+        text="the certificate is not signed",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", FILES)
 def test_changed_files_are_named(files, kind):
-    tamper, subject, text = FILES[kind]
-    tamper(files)
+    change, subject, text = FILES[kind]
+    change(files)
     result = audit_files(files)
     assert result.code == 1 and subject in result.differing, result.lines
     assert any(v == "DIFFERENT" and text in line for v, line in result.rows(subject)), result.lines
@@ -636,7 +459,7 @@ def test_a_rollback_that_never_comes(honest, tmp_path):
     remove_checkpoints(tmp_path)
     forge(tmp_path, lambda predicate: predicate["chain"][index].update(claims))
     result = audit(run, honest / "set.npz")
-    assert_differs(result, "iterations 0-15", "the replay ends here, the run after iteration 15")
+    assert_differs(result, "iterations 0-15", "the run has rolled back 1 times, the replay has not")
 
 
 def test_mini_batches_that_an_epoch_does_not_have(files):
