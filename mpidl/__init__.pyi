@@ -31,6 +31,8 @@ from mpidl.evaluation.evaluate import regression_errors as regression_errors
 from mpidl.evaluation.predict import activations as activations
 from mpidl.evaluation.predict import classify as classify
 from mpidl.evaluation.predict import predict as predict
+from mpidl.explanations.explain import Explanation as Explanation
+from mpidl.explanations.explain import explain as explain
 from mpidl.interchange.onnx_export import save_onnx as save_onnx
 from mpidl.interchange.onnx_import import load_onnx as load_onnx
 from mpidl.interchange.weights import load_weights as load_weights

@@ -26,7 +26,7 @@ EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
 PERFORMANCE = TRAINING | {"training"}
-CLI = INTERCHANGE | {"certificates", "interchange", "performance", "sweeps", "trackers"}
+CLI = INTERCHANGE | {"certificates", "explanations", "interchange", "performance", "sweeps", "trackers"}
 MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "core": set(),
     "tape": {"core"},
@@ -49,6 +49,7 @@ MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "sweeps": TRAINING | {"training"},
     "trackers": TRAINING | {"training"},
     "certificates": TRAINING | {"training"},
+    "explanations": TRAINING,
     "cli": CLI,
 }
 COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __init__.py
