@@ -26,7 +26,8 @@ EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
 PERFORMANCE = TRAINING | {"training"}
-CLI = INTERCHANGE | {"certificates", "explanations", "interchange", "performance", "sweeps", "trackers"}
+CLI = INTERCHANGE | {"certificates", "explanations", "interchange"}
+CLI |= {"performance", "sweeps", "trackers"}
 MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "core": set(),
     "tape": {"core"},

@@ -89,8 +89,9 @@ def local_value(values: np.ndarray, like: Blocked) -> Blocked:
     return Blocked(lanes, like.batch)
 
 
-def gradient(net: Network, scores: Var, leaf: Var, classes: np.ndarray) -> np.ndarray:
+def gradient(net: Network, scores: Value, leaf: Var, classes: np.ndarray) -> np.ndarray:
     """Return the gradient of the score of each image's class with respect to a leaf, (n, ...)."""
+    assert isinstance(scores, Var)  # because it depends on the leaf
     outputs = value_of(scores).stored()
     seed = np.zeros((len(classes), *outputs.image_shape), np.float32)
     for row, label in zip(seed, classes, strict=True):

@@ -6,7 +6,6 @@ the results have the same bytes on any number of ranks.
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
@@ -209,7 +208,7 @@ def explain(
         images or the method.
     """
     store = images_for(net, images)
-    options = {"layer": layer, "window": window, "stride": stride}
+    options: dict[str, Any] = {"layer": layer, "window": window, "stride": stride}
     options |= {"steps": steps, "baseline": baseline}
     explainer = Explainer(net, method_of(method, options), target_classes(net, store, target))
     world, is_own = evaluating_world(world, store)
@@ -275,10 +274,9 @@ def target_classes(net: Network, images: Datastore, target: Target) -> np.ndarra
         target = _index_of(net, target)
     if isinstance(target, np.ndarray | list | tuple):
         return _checked(net, np.asarray(target), len(images))
-    try:
-        return _checked(net, np.full(len(images), operator.index(target)), len(images))
-    except TypeError:
-        raise UserError(f"target: expected a class or an index per image, got {target!r}") from None
+    if isinstance(target, bool) or not isinstance(target, int | np.integer):
+        raise UserError(f"target: expected a class or an index per image, got {target!r}")
+    return _checked(net, np.full(len(images), int(target)), len(images))
 
 
 def names_of_classes(net: Network) -> tuple[str, ...]:

@@ -73,8 +73,8 @@ class GradCAM(Method):
     def __call__(self, net: Network, images: Blocked, classes: np.ndarray) -> np.ndarray:
         scores = scores_of(net, images)
         layer: Any = net[watched.WATCH]
-        gradients = gradient(net, scores, layer.leaf, classes)
         values = layer.leaf.value.local()
+        gradients = gradient(net, scores, layer.leaf, classes)
         maps = np.zeros((len(values), *net.input_shape[1:]), np.float32)
         for i, (value, slope) in enumerate(zip(values, gradients, strict=True)):
             weights = slope.mean(axis=(1, 2), keepdims=True, dtype=np.float64)
@@ -96,10 +96,10 @@ class Occlusion(Method):
 
     def prepared(self, net: Network) -> Network:
         size = net.input_shape[1:]
-        window = [max(1, n // 8) for n in size] if self.window is None else self.window
-        self.window = _pair("window", window, size)
-        stride = [-(-n // 2) for n in self.window] if self.stride is None else self.stride
-        self.stride = _pair("stride", stride, self.window)
+        window = tuple(max(1, n // 8) for n in size) if self.window is None else self.window
+        self.window = window = _pair("window", window, size)
+        stride = tuple(-(-n // 2) for n in window) if self.stride is None else self.stride
+        self.stride = _pair("stride", stride, window)
         pixels_of(self.baseline, net)
         return net
 

@@ -6,7 +6,6 @@ import csv
 import io
 import os
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,11 +58,11 @@ class Files:
     def __init__(self) -> None:
         self.problem: UserError | None = None
 
-    def attempt(self, write: Callable[[], object]) -> None:
-        """Call a function that writes, unless an earlier one has failed."""
+    def write(self, path: str, content: bytes) -> None:
+        """Write a file, unless an earlier one could not be written."""
         try:
             if self.problem is None:
-                write()
+                write_whole(path, content)
         except UserError as error:
             self.problem = error
 
@@ -106,7 +105,7 @@ def explain_images(job: Job, explainer: Explainer) -> None:
             name = _picture_name(images, i)
             rows.append([images.name(i), *_row(job, i, *row), name])
             path = os.path.join(job.folder, name)
-            files.attempt(lambda path=path, content=content: write_whole(path, content))
+            files.write(path, content)
     on_rank_0(job.world, lambda: array.close())
     files.finish(job.world)
     write_table(job, rows)

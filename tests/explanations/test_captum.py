@@ -77,8 +77,6 @@ def difference(entries, expected):
     expected = expected.detach().numpy()
     assert entries.shape == expected.shape and np.abs(expected).max() > 0
     return np.abs(entries - expected).max() / np.abs(expected).max()
-    print("DIFF", d)
-    return d
 
 
 def of_captum(twins, classes, method, **options):
