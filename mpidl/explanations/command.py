@@ -134,8 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _target(net, text):
     """Return a target for `target_classes`: an index if no class has the text as its name."""
-    known = losses.label_names(net) or ()
-    return int(text) if text and text.isdecimal() and text not in known else text
+    names = losses.label_names(net) or ()
+    return int(text) if text and text.isdecimal() and text not in names else text
 
 
 def _make_folder(folder):

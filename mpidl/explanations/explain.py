@@ -281,8 +281,7 @@ def target_classes(net: Network, images: Datastore, target: Target) -> np.ndarra
 
 def names_of_classes(net: Network) -> tuple[str, ...]:
     """Return the names of the classes; a class without a name is named by its index."""
-    known: Any = losses.label_names(net)
-    return class_names(known, count_classes(net))
+    return class_names(losses.label_names(net), count_classes(net))
 
 
 def _index_of(net, name):

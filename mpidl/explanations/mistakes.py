@@ -78,8 +78,8 @@ def _worst(job, labels, count):
             for i, predicted, chance in zip(indices, *results, strict=True):
                 if predicted >= 0 and predicted != labels[i]:
                     chances[int(i)] = float(chance)
-    chosen = sorted(chances, key=lambda i: (-chances[i], i))[:count]
-    return job.world.broadcast((np.array(chosen, np.int64), total, len(chances)))
+    indices = sorted(chances, key=lambda i: (-chances[i], i))[:count]
+    return job.world.broadcast((np.array(indices, np.int64), total, len(chances)))
 
 
 def _explained(job, method, classes):

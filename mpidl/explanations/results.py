@@ -24,7 +24,7 @@ from mpidl.ranks.world import World
 from mpidl.report.arrays import ArrayFile
 from mpidl.text import aligned, printable
 
-SHOWN = 20  # largest number of images in the table on the terminal
+MAX_ROWS = 20  # largest number of images in the table on the terminal
 TABLE = "table.csv"
 
 
@@ -122,9 +122,11 @@ def write_table(job: Job, rows: list[list[str]]) -> None:
     on_rank_0(job.world, lambda: write_whole(path, content))
     if job.world.rank:
         return
-    print("\n".join(aligned([head[:-1], *(row[:-1] for row in rows[:SHOWN])], left=len(head) - 3)))
-    if len(rows) > SHOWN:
-        print(f"and {len(rows) - SHOWN} more images: {printable(path)}")
+    print(
+        "\n".join(aligned([head[:-1], *(row[:-1] for row in rows[:MAX_ROWS])], left=len(head) - 3))
+    )
+    if len(rows) > MAX_ROWS:
+        print(f"and {len(rows) - MAX_ROWS} more images: {printable(path)}")
 
 
 def _has_labels(job):

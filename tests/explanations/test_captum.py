@@ -24,13 +24,12 @@ NETWORKS = {
     "vgg11": (64, "features"),
     "vgg11_bn": (64, "features"),
 }
-QUICK = ("resnet18", "squeezenet1_1")
 SLOW = pytest.mark.slow("jobs")
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=() if name in QUICK else SLOW) for name in NETWORKS],
+    params=[pytest.param(name, marks=() if name == "squeezenet1_1" else SLOW) for name in NETWORKS],
 )
 def twins(request, tmp_path_factory):
     """Return a network of the zoo, PyTorch's in float64 with its weights, images and a module."""
@@ -69,7 +68,8 @@ def smoothest(twin, images):
         captum.IntegratedGradients(twin).attribute(torch.from_numpy(pixels), **options).numpy()
         for pixels in (images.astype(np.float64), images * noise)
     )
-    changes = np.abs(first - second).max((1, 2, 3)) / np.abs(first).max((1, 2, 3))
+    with np.errstate(invalid="ignore"):  # images whose score is 0 are the last ones
+        changes = np.abs(first - second).max((1, 2, 3)) / np.abs(first).max((1, 2, 3))
     return np.argsort(changes)[:IMAGES]
 
 
@@ -88,46 +88,46 @@ def of_captum(twins, classes, method, **options):
 
 def test_gradients_times_input(twins):
     net, twin, images, _ = twins
-    own = dl.explain(net, images, method="gradient")
-    expected = of_captum(twins, own.classes, captum.InputXGradient(twin))
-    assert difference(own.attributions, expected) <= LIMIT
-    assert difference(own.maps, expected.sum(1)) <= LIMIT
+    result = dl.explain(net, images, method="gradient")
+    expected = of_captum(twins, result.classes, captum.InputXGradient(twin))
+    assert difference(result.attributions, expected) <= LIMIT
+    assert difference(result.maps, expected.sum(1)) <= LIMIT
 
 
 def test_integrated_gradients(twins):
     net, twin, images, _ = twins
     classes = np.array([3, 7])
-    own = dl.explain(net, images, method="integrated-gradients", target=classes, steps=STEPS)
+    result = dl.explain(net, images, method="integrated-gradients", target=classes, steps=STEPS)
     method = captum.IntegratedGradients(twin)
     expected = of_captum(twins, classes, method, n_steps=STEPS, baselines=0.0)
-    assert difference(own.attributions, expected) <= LIMIT
+    assert difference(result.attributions, expected) <= LIMIT
 
 
 def test_grad_cam(twins):
     net, twin, images, module = twins
-    own = dl.explain(net, images)
+    result = dl.explain(net, images)
     method = captum.LayerGradCam(twin, module)
-    maps = of_captum(twins, own.classes, method, relu_attributions=True)
+    maps = of_captum(twins, result.classes, method, relu_attributions=True)
     size = images.shape[2:]
     expected = captum.LayerAttribution.interpolate(maps, size, interpolate_mode="bilinear")
-    assert difference(own.maps, expected[:, 0]) <= LIMIT
+    assert difference(result.maps, expected[:, 0]) <= LIMIT
 
 
 def test_occlusion(twins):
     net, twin, images, _ = twins
     size = images.shape[-1] // 2
     window, stride = (size, size - 3), (size // 2 + 1, size - 5)
-    own = dl.explain(
+    result = dl.explain(
         net, images, method="occlusion", target=4, window=window, stride=stride, baseline=2.0
     )
     options = {"sliding_window_shapes": (3, *window), "strides": (3, *stride), "baselines": 2.0}
     expected = of_captum(twins, np.array([4, 4]), captum.Occlusion(twin), **options)
-    assert difference(own.maps, expected[:, 0]) <= LIMIT
+    assert difference(result.maps, expected[:, 0]) <= LIMIT
 
 
 def test_other_entries_differ_from_captum(twins):
     """Negative control: the entries of another class are outside the limit."""
     net, twin, images, _ = twins
-    own = dl.explain(net, images, method="gradient", target=1)
+    result = dl.explain(net, images, method="gradient", target=1)
     expected = of_captum(twins, np.array([2, 2]), captum.InputXGradient(twin))
-    assert difference(own.attributions, expected) > 100 * LIMIT
+    assert difference(result.attributions, expected) > 100 * LIMIT

@@ -132,8 +132,8 @@ def test_a_page_of_mistakes(folder):
     net, store = dl.load_model(folder / "model.h5")[0], dl.ImageFolder(folder / "set")
     scores = dl.predict(net, store)
     predicted = scores.argmax(axis=1)
-    wrong = np.nonzero(predicted != store.labels)[0]
-    worst = wrong[np.argsort(-scores[wrong].max(axis=1), kind="stable")][:4]
+    mistakes = np.nonzero(predicted != store.labels)[0]
+    worst = mistakes[np.argsort(-scores[mistakes].max(axis=1), kind="stable")][:4]
     text = (folder / "worst-1" / "mistakes.html").read_text()
     captions = re.findall(r"<figcaption><b>(.*?)</b>(.*?)</figcaption>", text)
     assert [name for name, _ in captions] == [store.name(i) for i in worst]
@@ -143,7 +143,7 @@ def test_a_page_of_mistakes(folder):
         assert f"true {label}: probability {scores[i, store.labels[i]]:.4f}" in caption
     assert text.count('src="data:image/png;base64,') == 12
     assert not re.search(r"(src|href)=\"(?!data:)", text) and "<script" not in text
-    count = len(store) - len(wrong)
+    count = len(store) - len(mistakes)
     assert f"{count} of {len(store)} images are classified correctly" in result.stdout
 
 
@@ -188,8 +188,8 @@ def test_refusals(folder, tmp_path):
     ):
         line = refusal(command.main, [str(word) for word in (*words, *options)])
         assert line.startswith(text), line
-    many = [folder / "model.h5", folder / "set", folder / "set" / "ant" / "00.png"]
-    line = refusal(command.main, [str(word) for word in many])
+    mixture = [folder / "model.h5", folder / "set", folder / "set" / "ant" / "00.png"]
+    line = refusal(command.main, [str(word) for word in mixture])
     assert line.endswith("expected image files, or a single data set, found another file among 2")
     image = folder / "set" / "ant" / "00.png"
     words = [folder / "model.h5", image, "--out", tmp_path / "out", "--worst", 2]

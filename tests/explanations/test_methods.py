@@ -124,8 +124,8 @@ def test_finite_differences(images, end):
     )
     expected = ((after - before) / (2 * step))[np.arange(COUNT), np.arange(COUNT) % 4]
     assert close((gradient * direction).sum(axis=(1, 2, 3)), expected, 2e-3)
-    chosen = scores(smooth(), images)[np.arange(COUNT), result.classes]
-    assert close(result.scores, chosen)
+    expected = scores(smooth(), images)[np.arange(COUNT), result.classes]
+    assert close(result.scores, expected)
 
 
 def test_integrated_gradients_are_complete(images):
@@ -154,8 +154,8 @@ def test_an_image_does_not_depend_on_others(images, method, monkeypatch):
     prepared = kind.prepared
     monkeypatch.setattr(kind, "prepared", lambda self, net: prepared(self, net).bind({}))
     mixed = dl.explain(net, images, **options).maps
-    alone = dl.explain(net, images[20:23], **options).maps
-    assert not np.allclose(alone, mixed[20:23])
+    single = dl.explain(net, images[20:23], **options).maps
+    assert not np.allclose(single, mixed[20:23])
 
 
 def test_targets(images):
