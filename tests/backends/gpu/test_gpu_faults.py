@@ -118,7 +118,7 @@ FAULTS = [
     *faults(
         "resample",
         check_on_gpu,
-        "resample, windows, deferred",
+        "resample, many taps, deferred",
         "take_channels, a part, back, (4, 3)",
         edits={
             "the last column of a sum is left out": ("j < last; ++j", "j < last - 1; ++j"),
