@@ -38,7 +38,7 @@ def check_slice(name: str, start: Any, stop: Any, channels: int) -> None:
         )
 
 
-def _taken(x: Blocked, channels: list[int], back: list[int]) -> WithVjp[Blocked]:
+def _take(x: Blocked, channels: list[int], back: list[int]) -> WithVjp[Blocked]:
     backend = backends.of_value(x)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
@@ -70,12 +70,12 @@ def channel_shuffle(x: Blocked, groups: int) -> WithVjp[Blocked]:
     """
     channels = _channels_of("channel_shuffle", x)
     check_groups("channel_shuffle", groups, channels)
-    return _taken(x, _interleaved(channels, groups), _interleaved(channels, channels // groups))
+    return _take(x, _interleaved(channels, groups), _interleaved(channels, channels // groups))
 
 
 def _interleaved(channels: int, groups: int) -> list[int]:
-    each = channels // groups
-    return [group * each + i for i in range(each) for group in range(groups)]
+    size = channels // groups
+    return [group * size + i for i in range(size) for group in range(groups)]
 
 
 @op(blocks=True)
@@ -97,4 +97,4 @@ def channel_slice(x: Blocked, start: int, stop: int) -> WithVjp[Blocked]:
     channels = _channels_of("channel_slice", x)
     check_slice("channel_slice", start, stop, channels)
     back = [-1] * start + list(range(stop - start)) + [-1] * (channels - stop)
-    return _taken(x, list(range(start, stop)), back)
+    return _take(x, list(range(start, stop)), back)

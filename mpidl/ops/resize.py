@@ -105,9 +105,9 @@ def resize2d(
 
 def checked_rule(name: str, mode: Any, coordinates: Any, rounding: Any) -> Rule:
     """Check arguments of `resize2d`; `name` is the name of the op or layer, for error messages."""
-    given = {"mode": mode, "coordinates": coordinates, "rounding": rounding}
+    values = {"mode": mode, "coordinates": coordinates, "rounding": rounding}
     valid = {"mode": Mode, "coordinates": Coordinates, "rounding": Rounding}
-    for option, value in given.items():
+    for option, value in values.items():
         names = get_args(valid[option])
         if value not in names and not (option == "coordinates" and value is None):
             raise ValueError(

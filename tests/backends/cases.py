@@ -736,9 +736,9 @@ def activation_table():
         yield Case("pad2d", label, {"x": lanes(*shape), "padding": padding, "value": value}, 0)
     for label, resampled in RESAMPLINGS.items():
         yield from resampling(label, *resampled)
-    for label, (count, taken) in SELECTIONS.items():
+    for label, (count, channels) in SELECTIONS.items():
         for pixels in ((4, 3), ()):
-            values = {"x": lanes(count, *pixels), "channels": taken}
+            values = {"x": lanes(count, *pixels), "channels": channels}
             yield Case("take_channels", f"{label}, {pixels}", values, 0)
     for label, numbers in NORMS.items():
         yield from cross_channel(label, numbers, IMAGES["pixels"])
