@@ -72,6 +72,7 @@ from mpidl.ops.reductions import *
 from mpidl.ops.resize import *
 from mpidl.ops.transposed import *
 from mpidl.ops.vjp_check import check_vjp as check_vjp
+from mpidl.published.imagenet_networks import pretrained as pretrained
 from mpidl.ranks.world import World as World
 from mpidl.report.history import History as History
 from mpidl.report.run_files import history as history
