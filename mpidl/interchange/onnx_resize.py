@@ -84,13 +84,13 @@ def _values(node, i):
     return node.constant(i).ravel()
 
 
-def _by_axis(node, values, others):
+def _by_axis(node, values, defaults):
     """Return one number per axis of (N, C, H, W), given the numbers of the node's axes."""
     axes = [int(axis) % 4 for axis in node.get("axes", range(4))]
     if len(axes) != len(values) or len(set(axes)) < len(axes):
         raise Unsupported(f"it has {len(values)} numbers for the axes {axes}")
     numbers = dict(zip(axes, values, strict=True))
-    return [numbers.get(axis, other) for axis, other in enumerate(others)]
+    return [numbers.get(axis, default) for axis, default in enumerate(defaults)]
 
 
 @operator("Slice")

@@ -56,9 +56,9 @@ def _without_placeholders(sizes, shape):
     """Replace 0, which copies a size, and -1, which stands for the rest, except for images."""
     batch, *rest = sizes or [0]
     rest = [n or (shape[i] if i < len(shape) else 0) for i, n in enumerate(rest)]
-    others = int(np.prod([n for n in rest if n != -1]))
-    if len(rest) > 1 and rest.count(-1) == 1 and batch != -1 and others > 0:
-        rest[rest.index(-1)] = int(np.prod(shape)) // others
+    product = int(np.prod([n for n in rest if n != -1]))
+    if len(rest) > 1 and rest.count(-1) == 1 and batch != -1 and product > 0:
+        rest[rest.index(-1)] = int(np.prod(shape)) // product
     return [batch, *rest]
 
 
