@@ -49,6 +49,11 @@ WINGS = {  # {folder in mpidl/, with dots: wing}
         command="report",
         summary="Show the results of runs, or write a page about them",
     ),
+    "published": Wing(
+        purpose="networks with published weights",
+        command="fetch",
+        summary="Download published weights",
+    ),
     "certificates": Wing(
         purpose="certificates of training runs, and their audits",
         command="audit",

@@ -27,7 +27,7 @@ TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
 PERFORMANCE = TRAINING | {"training"}
 CLI = INTERCHANGE | {"certificates", "explanations", "interchange"}
-CLI |= {"performance", "sweeps", "trackers"}
+CLI |= {"performance", "published", "sweeps", "trackers"}
 MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "core": set(),
     "tape": {"core"},
@@ -47,6 +47,7 @@ MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "training": TRAINING | {"trackers", "certificates"},
     "interchange": INTERCHANGE,
     "performance": PERFORMANCE,
+    "published": INTERCHANGE | {"interchange"},
     "sweeps": TRAINING | {"training"},
     "trackers": TRAINING | {"training"},
     "certificates": TRAINING | {"training"},
@@ -63,6 +64,7 @@ ONLY_IN = {
     "fsspec": ("mpidl.data.storage.store",),
 }
 ONLY_LATE = {"cupy", "h5py", "matplotlib", "ml_dtypes", "onnx", "rich", "safetensors", "torch"}
+ONLY_LATE |= {"huggingface_hub"}
 ONLY_LATE |= {"aiohttp", "asyncio", "bokeh", "fsspec", "jinja2", "ssl", "tornado", "yarl"}
 ONLY_LATE |= {"mlflow", "tensorboardX", "wandb"}
 # Modules that others import only inside functions, on ranks with a GPU. They use the wing.
