@@ -81,8 +81,8 @@ def test_any_number_of_ranks_writes_the_same_files(folder, method):
 
 def test_default_mini_batches_write_the_same_files(folder):
     """The default size of a mini-batch depends on the number of ranks, and changes no byte."""
-    for ranks in (1, 3):
-        explain(folder, ranks, f"default-{ranks}")
+    for ranks, threads in ((1, 2), (3, 1)):
+        explain(folder, ranks, f"default-{ranks}", "--threads", threads)
     assert hashes(folder / "default-1") == hashes(folder / "default-3")
 
 
