@@ -43,6 +43,11 @@ def explain_mistakes(job: Job, method: Method, count: int) -> None:
     """
     if len(job.net.output_shape) > 1 or job.net.classes == ():
         raise UserError("--worst: expected a network whose outputs are scores of classes")
+    if job.images.labels is None:
+        raise UserError(
+            f"--worst: expected images with a class label each, found none in "
+            f"{job.images.describe()}"
+        )
     labels = target_classes(job.net, job.images, "true")
     assert labels is not None
     indices, total, mistakes = _worst(job, labels, count)
