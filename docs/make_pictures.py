@@ -226,7 +226,6 @@ def explain():
             axes.imshow(pixels if column else pixels[0], cmap="gray")
             axes.set_title(title if row == 0 else "", fontsize=9)
             axes.set_axis_off()
-    figure.subplots_adjust(wspace=0.06, hspace=0.06)
     save(figure, "explain")
 
 
