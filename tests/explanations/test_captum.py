@@ -18,7 +18,7 @@ if importlib.util.find_spec("torchvision") is None:  # benchmarks/torch_networks
     pytest.skip("torchvision is not installed", allow_module_level=True)
 
 LIMIT = 1e-4  # largest difference, relative to the largest entry
-CLASSES, IMAGES, CANDIDATES, STEPS = 10, 2, 12, 2
+CLASSES, IMAGES, CANDIDATES, STEPS = 10, 2, 8, 2
 # {network: (height and width of the images, module whose output Grad-CAM weights by default)}.
 NETWORKS = {
     "resnet18": (64, "layer4"),
@@ -63,29 +63,28 @@ def twins(request, tmp_path_factory):
     return net, twin, images, attrgetter(module)(twin)
 
 
-def smoothest(twin, images, method, **options):
-    """Return the images whose gradients change least if pixels change by rounding.
-
-    For other images, an activation is so close to 0 that float32 and float64 disagree on its sign.
-    """
-
-    def entries(pixels):
-        return method.attribute(torch.from_numpy(pixels), target=0, **options).detach().numpy()
-
-    exact, changes = entries(images.astype(np.float64)), np.zeros(len(images))
-    for draw in range(2):
-        noise = keyed.uniform(draw, "noise", images.size).reshape(images.shape) - 0.5
-        change = np.abs(entries(images * (1 + 4e-6 * noise)) - exact).max((1, 2, 3))
-        changes = np.maximum(changes, change)
-    with np.errstate(invalid="ignore"):  # images whose score is 0 are the last ones
-        order = np.argsort(changes / np.abs(exact).max((1, 2, 3)))
-    return images[order[:IMAGES]]
+@pytest.fixture(autouse=True)
+def direct_sums():
+    """Compute convolutions directly; Winograd's error changes the signs of more activations."""
+    dl.configure(winograd="off")
 
 
-def difference(entries, expected):
+def differences(entries, expected):
+    """Return the difference of each image, relative to its largest entry, in ascending order."""
     expected = expected.detach().numpy()
-    assert entries.shape == expected.shape and np.abs(expected).max() > 0
-    return np.abs(entries - expected).max() / np.abs(expected).max()
+    axes = tuple(range(1, expected.ndim))
+    largest = np.abs(expected).max(axes)
+    assert entries.shape == expected.shape and largest.any()
+    return np.sort(np.abs(entries - expected).max(axes) / np.maximum(largest, largest.max() / 1e3))
+
+
+def assert_equal_gradients(entries, expected):
+    """Check that gradients agree for at least `IMAGES` images, and roughly for all.
+
+    In an image, an activation may be so close to 0 that float32 and float64 disagree on its sign.
+    """
+    values = differences(entries, expected)
+    assert values[IMAGES - 1] <= LIMIT and values[-1] < 0.2, values
 
 
 def of_captum(images, classes, method, **options):
@@ -96,21 +95,19 @@ def of_captum(images, classes, method, **options):
 
 def test_gradients_times_input(twins):
     net, twin, images, _ = twins
-    method = captum.InputXGradient(twin)
-    images = smoothest(twin, images, method)
     result = dl.explain(net, images, method="gradient")
-    expected = of_captum(images, result.classes, method)
-    assert difference(result.attributions, expected) <= LIMIT
-    assert difference(result.maps, expected.sum(1)) <= LIMIT
+    expected = of_captum(images, result.classes, captum.InputXGradient(twin))
+    assert_equal_gradients(result.attributions, expected)
+    assert_equal_gradients(result.maps, expected.sum(1))
 
 
 def test_integrated_gradients(twins):
     net, twin, images, _ = twins
-    classes, method = np.array([3, 7]), captum.IntegratedGradients(twin)
-    images = smoothest(twin, images, method, n_steps=STEPS, baselines=0.0)
-    result = dl.explain(net, images, method="integrated-gradients", target=classes, steps=STEPS)
-    expected = of_captum(images, classes, method, n_steps=STEPS, baselines=0.0)
-    assert difference(result.attributions, expected) <= LIMIT
+    options = {"method": "integrated-gradients", "steps": STEPS}
+    result = dl.explain(net, images, target=np.arange(len(images)), **options)
+    method = captum.IntegratedGradients(twin)
+    expected = of_captum(images, result.classes, method, n_steps=STEPS, baselines=0.0)
+    assert_equal_gradients(result.attributions, expected)
 
 
 def test_grad_cam(twins):
@@ -121,7 +118,7 @@ def test_grad_cam(twins):
     maps = of_captum(images, result.classes, method, relu_attributions=True)
     size = images.shape[2:]
     expected = captum.LayerAttribution.interpolate(maps, size, interpolate_mode="bilinear")
-    assert difference(result.maps, expected[:, 0]) <= LIMIT
+    assert differences(result.maps, expected[:, 0])[-1] <= LIMIT
 
 
 def test_occlusion(twins):
@@ -134,7 +131,7 @@ def test_occlusion(twins):
     )
     options = {"sliding_window_shapes": (3, *window), "strides": (3, *stride), "baselines": 2.0}
     expected = of_captum(images, np.array([4, 4]), captum.Occlusion(twin), **options)
-    assert difference(result.maps, expected[:, 0]) <= LIMIT
+    assert differences(result.maps, expected[:, 0])[-1] <= LIMIT
 
 
 def test_other_entries_differ_from_captum(twins):
@@ -143,4 +140,4 @@ def test_other_entries_differ_from_captum(twins):
     images = images[:IMAGES]
     result = dl.explain(net, images, method="gradient", target=1)
     expected = of_captum(images, np.array([2, 2]), captum.InputXGradient(twin))
-    assert difference(result.attributions, expected) > 100 * LIMIT
+    assert differences(result.attributions, expected)[0] > 0.2
