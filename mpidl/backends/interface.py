@@ -27,6 +27,8 @@ tree
 geometry, windows, norm
     The `shapes.Geometry` of a convolution, the `shapes.Windows` of a pooling function, and the
     `shapes.ChannelNorm` of a cross-channel normalization.
+rows, columns
+    The `taps.Taps` of a resampling along the two axes of an image.
 stride, dilation, size
     (down, across), integers >= 1.
 padding, cropping
@@ -45,6 +47,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from mpidl.backends.shapes import ChannelNorm, Geometry, Pads, Pair, Windows
+from mpidl.backends.taps import Taps
 from mpidl.backends.training_interface import Array, Lanes, TrainingFunctions, Vector
 from mpidl.core.fold import Partial, Tree
 
@@ -268,6 +271,51 @@ class Backend(TrainingFunctions, Protocol):
         The limits themselves are outside.
         """
 
+    # group_norm
+
+    def group_norm(
+        self, x: Lanes, gamma: Array | None, beta: Array | None, groups: int | None, epsilon: float
+    ) -> tuple[Lanes, Any]:
+        """Normalize each image: y = (x - mean) * rstd * gamma + beta.
+
+        Parameters
+        ----------
+        x : Lanes
+            Images or features.
+        gamma, beta : Array
+            Factor and offset per channel, (C,), or per element of an image, (C, H, W). None stands
+            for 1 and 0.
+        groups : int or None
+            The number of groups of adjacent channels. Each group has its own mean and biased
+            variance over its channels and pixels. If None, each pixel has them, over all channels;
+            gamma and beta are then per channel.
+        epsilon : float
+            Constant added to the variance: rstd = 1 / sqrt(variance + epsilon).
+
+        Returns
+        -------
+        y : Lanes
+        statistics
+            The means and rstd for `group_norm_backward`, in a form of the backend.
+        """
+
+    def group_norm_backward(
+        self,
+        dy: Lanes,
+        x: Lanes,
+        gamma: Array | None,
+        statistics: Any,
+        groups: int | None,
+        tree: Tree,
+        needs: Sequence[bool],
+    ) -> tuple[Lanes | None, Partial | None, Partial | None]:
+        """Return (dx, dgamma, dbeta) of `group_norm`.
+
+        With n = (x - mean) * rstd and dz = gamma * dy, dx = rstd * (dz - a - n * b). Here, a and b
+        are the means of dz and of dz * n over the numbers that are normalized together. dgamma and
+        dbeta are the sums of dy * n and of dy. dy must be zero in unused lanes.
+        """
+
     # activation
 
     def relu(self, x: Lanes) -> Lanes:
@@ -335,6 +383,20 @@ class Backend(TrainingFunctions, Protocol):
 
         See `max_pool2d_dx`.
         """
+
+    # resample
+
+    def resample(self, x: Readable, rows: Taps, columns: Taps) -> Lanes:
+        """Return weighted sums of the pixels of images (C, H, W): the images (C, P, Q).
+
+        Each row is a sum of the rows that `rows` lists for it; then each column is a sum of the
+        columns that `columns` lists for it. The products are added in the order of the tables.
+        Applied to the gradient of the result, `resample` with the transposed tables returns the
+        gradient of x.
+        """
+
+    def take_channels(self, x: Lanes, channels: Sequence[int]) -> Lanes:
+        """Return lanes with channel channels[c] of x as channel c, or zeros if this index is -1."""
 
     # pad
 

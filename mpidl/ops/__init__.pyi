@@ -6,6 +6,7 @@ from mpidl.ops.batchnorm import conv2d_batchnorm as conv2d_batchnorm
 from mpidl.ops.batchnorm import conv2d_batchnorm_predict as conv2d_batchnorm_predict
 from mpidl.ops.binary_loss import *
 from mpidl.ops.binary_loss import binary_label_count as binary_label_count
+from mpidl.ops.channels import *
 from mpidl.ops.concat import *
 from mpidl.ops.conv import *
 from mpidl.ops.conv import conv2d_relu as conv2d_relu
@@ -13,6 +14,7 @@ from mpidl.ops.conv_norm_pool import conv2d_relu_norm_max_pool as conv2d_relu_no
 from mpidl.ops.dense import *
 from mpidl.ops.dropout import *
 from mpidl.ops.dropout import dropout_threshold as dropout_threshold
+from mpidl.ops.group_norm import *
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
 from mpidl.ops.overlap import *
@@ -20,4 +22,5 @@ from mpidl.ops.pad import *
 from mpidl.ops.pool import *
 from mpidl.ops.probabilities import *
 from mpidl.ops.reductions import *
+from mpidl.ops.resize import *
 from mpidl.ops.transposed import *

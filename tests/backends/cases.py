@@ -22,6 +22,7 @@ from training_cases import training_table
 
 from mpidl.backends import shapes
 from mpidl.backends.deferred import NormalizedInput
+from mpidl.backends.taps import Taps
 from mpidl.core.blocks import DeferredInput
 from mpidl.core.values import BF16
 
@@ -416,6 +417,60 @@ def learnable_slopes(shape):
         yield Case("prelu_dslope", f"{label}, {slopes}", sums, 1e-6)
 
 
+# ---- group_norm: (C, H, W), groups, whether gamma and beta are per element ----
+
+IMAGE_NORMS = {
+    "pixels": ((5, 3, 7), None, False),
+    "pixels, four channels at once": ((8, 4, 4), None, False),
+    "pixels, several runs of channels": ((132, 2, 3), None, False),
+    "pixels, features": ((21,), None, False),
+    "groups": ((12, 3, 5), 3, False),
+    "groups of features": ((24,), 4, False),
+    "groups of one channel": ((5, 3, 7), 5, False),
+    "groups, several tiles of channels": ((264, 2, 2), 2, False),
+    "image": ((8, 4, 4), 1, True),
+    "image, odd channels": ((5, 3, 7), 1, True),
+}
+LARGE_IMAGE_NORMS = {
+    "pixels, several tiles": ((96, 7, 8), None, False),
+    "pixels, streamed": ((64, 45, 46), None, False),
+    "groups, several runs of pixels": ((6, 9, 31), 2, False),
+    "image, several tiles": ((3, 17, 19), 1, True),
+}
+
+
+def image_normalization(label, shape, groups, of_elements, backends=("cpu", "gpu")):
+    """Yield the cases of a normalization within an image."""
+    factors = shape if of_elements else shape[:1]
+    options = {"backends": backends, "numbers_only": label not in ("pixels", "groups", "image")}
+
+    def forward(b, a):
+        return b.group_norm(a["x"], a["gamma"], a["beta"], groups, 1e-5)
+
+    def backward(b, a):
+        _, statistics = b.group_norm(a["x"], a["gamma"], None, groups, 1e-5)
+        arguments = a["dy"], a["x"], a["gamma"], statistics, groups, a["tree"]
+        return b.group_norm_backward(*arguments, a.get("needs", ALL))
+
+    for suffix, x in (("", lanes(*shape)), (", far from 0", lanes(*shape, low=98, high=103))):
+        for name, gamma in ((suffix, positive(*factors)), (f"{suffix}, no factors", None)):
+            of_x = {"x": x, "gamma": gamma, "beta": None if gamma is None else vector(*factors)}
+            bound = 1e-4 if suffix else 1e-6  # E[x^2] - E[x]^2 would have errors of 1e-3
+            yield Case(
+                *("group_norm", label + name, of_x, bound),
+                call=lambda b, a: forward(b, a)[0],
+                **options,
+            )
+            dy = {"dy": cotangent(*shape), "needs": ALL}
+            yield Case(
+                *("group_norm_backward", label + name, of_x | dy, bound), call=backward, **options
+            )
+            if suffix or of_elements or backends is CPU:
+                break
+        if backends is CPU:
+            break
+
+
 # ---- pool: (C, H, W), size, stride, padding ----
 
 POOLS = {
@@ -466,6 +521,49 @@ def pooling(label, shape, size, stride, padding):
             counting = arguments | {"count_padding": count_padding}
             name = label + suffix + (not count_padding) * ", pixels of the image"
             yield Case("average_pool2d_dx", name, counting, call=average, **options)
+
+
+# ---- resample ----
+
+COPIES = Taps(5, [[(4, 1.0)], [(0, 1.0)], [(0, 1.0)]])  # three pixels of five are not read
+HALVES = Taps(3, [[(0, 1.0)], [(0, 0.75), (1, 0.25)], [(0, 0.25), (1, 0.75)], [(1, 0.5), (2, 0.5)]])
+WINDOWS = Taps(7, [[(i + k, 1 / 3) for k in range(3)] for i in (0, 2, 4)])
+DENSE_TAPS = Taps(9, [[(i, 0.1 * (i - j)) for i in range(9)] for j in range(6)])
+WIDE = Taps(40, [[(min(39, i // 2 + k), 0.5) for k in (0, 1)] for i in range(80)])
+# (C, rows, columns, whether pixels are only copied)
+RESAMPLINGS = {
+    "copies": (3, COPIES, COPIES, True),
+    "halves": (8, HALVES, HALVES, False),
+    "copied rows": (4, COPIES, HALVES, False),
+    "copied columns": (5, WINDOWS, COPIES, False),
+    "windows": (12, WINDOWS, WINDOWS, False),
+    "many taps": (2, DENSE_TAPS, WINDOWS, False),
+    "a row of many threads": (132, HALVES, WINDOWS, False),
+    "several bands": (1, WIDE, WIDE, False),
+}
+
+
+def resampling(label, channels, rows, columns, copies):
+    """Yield the cases of a resampling and its gradient."""
+    shape = channels, rows.pixels, columns.pixels
+
+    def both(backend, a):
+        back = rows.transposed, columns.transposed
+        return backend.resample(a["x"], rows, columns), backend.resample(a["dy"], *back)
+
+    dy = cotangent(channels, len(rows.outputs), len(columns.outputs))
+    for suffix, x in (("", lanes(*shape)), (", deferred", deferred(*shape, limits=CLIP))):
+        tolerance = 0 if copies and not suffix else 1e-6
+        yield Case("resample", label + suffix, {"x": x, "dy": dy}, tolerance, call=both)
+
+
+# number of channels, and the channels to take; -1 for zeros
+SELECTIONS = {
+    "another order": (6, (0, 3, 1, 4, 2, 5)),
+    "a part": (5, (1, 2, 3)),
+    "a part, back": (3, (-1, 0, 1, 2, -1)),
+    "twice": (2, (1, 1, -1, 0)),
+}
 
 
 # (C, H, W), padding, value; negative padding removes pixels
@@ -682,6 +780,10 @@ def activation_table():
     running = {"olds": [vector(n) for n in (3, 3, 200, 1)], "decay": 0.1}
     running["values"] = [draw._replace(dtype=np.float64) for draw in running["olds"]]
     yield Case("running", "several", running, 1e-6)
+    for label, norm in IMAGE_NORMS.items():
+        yield from image_normalization(label, *norm)
+    for label, norm in LARGE_IMAGE_NORMS.items():
+        yield from image_normalization(label, *norm, CPU)
     for name, options in FUNCTIONS.items():
         yield from elementwise(name, *options)
     for shape in IMAGES.values():
@@ -690,6 +792,12 @@ def activation_table():
         yield from pooling(label, *shape)
     for label, (shape, padding, value) in PADDINGS.items():
         yield Case("pad2d", label, {"x": lanes(*shape), "padding": padding, "value": value}, 0)
+    for label, resampled in RESAMPLINGS.items():
+        yield from resampling(label, *resampled)
+    for label, (count, channels) in SELECTIONS.items():
+        for pixels in ((4, 3), ()):
+            values = {"x": lanes(count, *pixels), "channels": channels}
+            yield Case("take_channels", f"{label}, {pixels}", values, 0)
     for label, numbers in NORMS.items():
         yield from cross_channel(label, numbers, IMAGES["pixels"])
     for shape in (IMAGES["four channels at once"], IMAGES["features"], (1100,), (1, 2, 2)):
