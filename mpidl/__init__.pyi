@@ -47,6 +47,7 @@ from mpidl.nn.layers.base import Layer as Layer
 from mpidl.nn.layers.convolution import *
 from mpidl.nn.layers.dense import *
 from mpidl.nn.layers.dropout import *
+from mpidl.nn.layers.gates import *
 from mpidl.nn.layers.joins import *
 from mpidl.nn.layers.normalization import *
 from mpidl.nn.layers.pooling import *
@@ -60,6 +61,7 @@ from mpidl.ops.concat import *
 from mpidl.ops.conv import *
 from mpidl.ops.dense import *
 from mpidl.ops.dropout import *
+from mpidl.ops.gates import *
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
 from mpidl.ops.overlap import *

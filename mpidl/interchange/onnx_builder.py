@@ -40,6 +40,9 @@ class Value(NamedTuple):
     order: tuple[int, ...] = ()
     # Shape (C, H, W) before flattening, if the value is a vector and `order` is not empty.
     image: tuple[int, ...] = ()
+    # Whether the value is (C, 1, 1) in the graph, and the layer's output has the shape (C,). Only
+    # products accept this, as gates of channels.
+    is_unsqueezed: bool = False
 
     def graph_shape(self) -> tuple[int, ...]:
         """Return the shape of the value with the graph's order of axes."""
@@ -160,8 +163,10 @@ class Builder:
 
         If the axes of the input do not have the order (C, H, W), the layer must preserve the axes.
         """
+        if not isinstance(layer, nn.Multiply) and any(value.is_unsqueezed for value in reads):
+            raise Unsupported("it reads features as images of one pixel")
         layer.name = self._unique_name(node.name)
-        if isinstance(layer, nn.Add | nn.Concat):
+        if isinstance(layer, nn.Add | nn.Concat | nn.Multiply):
             layer.inputs = tuple(value.layer for value in reads)
         elif reads[0].layer != (self.layers[-1].name if self.layers else graph.IMAGES):
             layer.after = reads[0].layer
@@ -178,7 +183,8 @@ class Builder:
             self.arrays[f"{layer.name}.{name}"] = array
         self.layers.append(layer)
         self.reads[layer.name] = reads
-        return reads[0]._replace(layer=layer.name, shape=built.output_shape)
+        output = reads[0]._replace(layer=layer.name, shape=built.output_shape)
+        return output._replace(is_unsqueezed=False)
 
     def remove(self, x: Value, *types: type[nn.Layer]) -> Value | None:
         """Remove the layer that computes x, so that the caller can add another layer instead, and

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpidl.interchange.onnx_builder import Unsupported, Value, operator, per_channel
+from mpidl.nn import graph
 from mpidl.nn import layers as nn
 
 SIMPLE = {
@@ -156,13 +157,17 @@ def _scale(node, builder):
     constant = np.asarray(constant, np.float64)
     if node.type == "Sub":
         return builder.affine(node, x, np.ones(1), -constant)
+    if node.type == "Mul" and constant.size > 1 and x.layer != graph.IMAGES:
+        scale = per_channel(constant, x)
+        if np.isfinite(scale).all():
+            return builder.add(node, nn.Scale(), [x], scale=scale)
     if not (np.isfinite(constant).all() and constant.all()):
         raise Unsupported("a factor is 0 or not finite")
     return builder.affine(node, x, 1 / constant if node.type == "Div" else constant, np.zeros(1))
 
 
 def _gated(node, builder):
-    """Add x * Sigmoid(x) or x * HardSigmoid(x), with the factors in either order."""
+    """Add a product of two values, x * Sigmoid(x) or x * HardSigmoid(x) as one activation."""
     for i in (0, 1):
         x, gate = node.value(i, any_order=True), node.value(1 - i, any_order=True)
         layer = builder.layers[-1] if builder.layers else None
@@ -173,4 +178,7 @@ def _gated(node, builder):
         )
         if (is_hard or isinstance(layer, nn.Sigmoid)) and builder.remove(gate, type(layer)):
             return builder.add(node, nn.HardSwish() if is_hard else nn.Swish(), [x])
-    raise Unsupported("it combines two values, or a constant with a value")
+    factors = same_order([node.value(i, any_order=True) for i in (0, 1)])
+    if len(factors[0].shape) != len(factors[1].shape):
+        raise Unsupported("it multiplies features by images")
+    return builder.add(node, nn.Multiply(), factors)

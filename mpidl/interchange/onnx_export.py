@@ -114,6 +114,9 @@ OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]
     nn.Flatten: lambda layer, shape: ("Flatten", {"axis": 1}),
     nn.Pad2D: lambda layer, shape: ("Pad", {}),
     nn.Dense: lambda layer, shape: ("Gemm", {"transB": 1}),
+    nn.Multiply: lambda layer, shape: ("Mul", {}),
+    nn.Scale: lambda layer, shape: ("Mul", {}),
+    nn.StochasticDepth: lambda layer, shape: ("Identity", {}),
     nn.Add: lambda layer, shape: ("Sum", {}),
     nn.Concat: lambda layer, shape: ("Concat", {"axis": 1}),
 }
@@ -219,11 +222,11 @@ def _scaling(net):
 
 
 def _broadcastable(net, arrays):
-    """Return learnables with slopes reshaped to (C, 1, 1), so that ONNX can broadcast them."""
+    """Return learnables with slopes and scales reshaped to (C, 1, 1), as ONNX broadcasts them."""
     shapes, reshaped = dict(zip(net.layer_names, net.output_shapes, strict=True)), dict(arrays)
     for layer in net.layers:
-        if isinstance(layer, nn.PReLU):
-            name = f"{layer.name}.slope"
+        if isinstance(layer, nn.PReLU | nn.Scale):
+            name = f"{layer.name}.{'slope' if isinstance(layer, nn.PReLU) else 'scale'}"
             axes_after = len(shapes[layer.name]) - 1
             reshaped[name] = reshaped[name].reshape(-1, *(1,) * axes_after)
     return reshaped
@@ -247,6 +250,13 @@ def _nodes(onnx, net, normalize_images):
         inputs = [names[read] for read in reads]
         if isinstance(layer, nn.Dense) and len(shapes[reads[0]]) > 1:
             inputs = [add("Flatten", inputs, f"{layer.name}.images", axis=1)]
+        if isinstance(layer, nn.Multiply):
+            ranks = [len(shapes[read]) for read in reads]
+            for i in range(2):  # features (C,) times images (C, H, W)
+                if ranks[i] < ranks[1 - i]:
+                    prefix, axes = f"{layer.name}.{i}", list(range(2, 1 + ranks[1 - i]))
+                    axes = add("Constant", [], f"{prefix}.axes", value_ints=axes)
+                    inputs[i] = add("Unsqueeze", [inputs[i], axes], f"{prefix}.images")
         inputs += [name for name in arrays if name.rpartition(".")[0] == layer.name]
         constants = _constants(layer)
         inputs += ["" if constants[name] is None else name for name in constants]
