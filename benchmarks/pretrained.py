@@ -11,6 +11,7 @@ import importlib.util
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -84,11 +85,11 @@ def differences(path: str, folder: Path) -> dict[str, float]:
     """
     import torch
 
-    from benchmarks.torch_mobilenet import MobileNetV2
+    from benchmarks import torch_networks
 
     safetensors = library("safetensors.torch", path, "safetensors")
     onnxruntime = library("onnxruntime", path, "onnx")
-    oracle = MobileNetV2(1000)
+    oracle = torch_networks.create("mobilenet_v2")
     oracle.load_state_dict(torch.load(path, "cpu", weights_only=True))
     oracle.eval()
     images = pictures()
@@ -104,7 +105,11 @@ def differences(path: str, folder: Path) -> dict[str, float]:
     weights, exported, written = (folder / f"{n}" for n in ("a.safetensors", "b.onnx", "c.onnx"))
     safetensors.save_file(oracle.state_dict(), weights)
     by_names = load_weights(zoo.mobilenet_v2(), weights, names="torchvision")
-    dynamic = {"input_names": ["x"], "dynamic_axes": {"x": {0: "N"}}, "dynamo": False}
+    dynamic: dict[str, Any] = {
+        "input_names": ["x"],
+        "dynamic_axes": {"x": {0: "N"}},
+        "dynamo": False,
+    }
     torch.onnx.export(oracle, (torch.from_numpy(images[:1]),), str(exported), **dynamic)
     save_onnx(by_names, written, normalize_images=False)
     session = onnxruntime.InferenceSession(str(written), providers=["CPUExecutionProvider"])

@@ -51,12 +51,14 @@ from mpidl.nn.layers.gates import *
 from mpidl.nn.layers.joins import *
 from mpidl.nn.layers.normalization import *
 from mpidl.nn.layers.pooling import *
+from mpidl.nn.layers.resize import *
 from mpidl.nn.layers.shape import *
 from mpidl.nn.transfer import transfer as transfer
 from mpidl.ops.activation import *
 from mpidl.ops.arithmetic import *
 from mpidl.ops.batchnorm import *
 from mpidl.ops.binary_loss import *
+from mpidl.ops.channels import *
 from mpidl.ops.concat import *
 from mpidl.ops.conv import *
 from mpidl.ops.dense import *
@@ -69,6 +71,7 @@ from mpidl.ops.pad import *
 from mpidl.ops.pool import *
 from mpidl.ops.probabilities import *
 from mpidl.ops.reductions import *
+from mpidl.ops.resize import *
 from mpidl.ops.transposed import *
 from mpidl.ops.vjp_check import check_vjp as check_vjp
 from mpidl.ranks.world import World as World

@@ -128,6 +128,17 @@ void mpidl_concat(const value *x, const float *mean, const float *scale, const f
 void mpidl_split(const value *y, value *x, int64_t blocks, int64_t channels, int64_t pixels,
                  int64_t all, int64_t first);
 
+/* resample.c: weighted sums of pixels. x (blocks, C, H, W, 16) is a source, y is (blocks, C, P, Q,
+ * 16), and shape is C, H, W, P, Q. `rows` has the P + 1 positions at which the taps of each row of y
+ * begin, followed by the taps: the row of x in the lower and the bits of a float, the weight, in the
+ * upper half of an integer. `columns` has Q + 1 positions and the taps of the columns. */
+void mpidl_resample(const value *x, const float *mean, const float *scale, const float *beta,
+                    float low, float high, value *y, int64_t blocks, const int64_t *shape,
+                    const int64_t *rows, const int64_t *columns);
+/* Channel c of y is channel indices[c] of x, or zeros if this index is negative. */
+void mpidl_take_channels(const value *x, value *y, int64_t blocks, int64_t channels, int64_t pixels,
+                         int64_t outputs, const int64_t *indices);
+
 /* dropout.c: samples is (blocks, 16), rows is the number of elements per image, and threshold is
  * the dropout probability in units of 1/65536. If whole_images is 1, an image has one random number. */
 void mpidl_dropout(const value *x, value *y, const int64_t *samples, int64_t blocks, int64_t rows,

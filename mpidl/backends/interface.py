@@ -27,6 +27,8 @@ tree
 geometry, windows, norm
     The `shapes.Geometry` of a convolution, the `shapes.Windows` of a pooling function, and the
     `shapes.ChannelNorm` of a cross-channel normalization.
+rows, columns
+    The `taps.Taps` of a resampling along the two axes of an image.
 stride, dilation, size
     (down, across), integers >= 1.
 padding, cropping
@@ -45,6 +47,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from mpidl.backends.shapes import ChannelNorm, Geometry, Pads, Pair, Windows
+from mpidl.backends.taps import Taps
 from mpidl.backends.training_interface import Array, Lanes, TrainingFunctions, Vector
 from mpidl.core.fold import Partial, Tree
 
@@ -335,6 +338,20 @@ class Backend(TrainingFunctions, Protocol):
 
         See `max_pool2d_dx`.
         """
+
+    # resample
+
+    def resample(self, x: Readable, rows: Taps, columns: Taps) -> Lanes:
+        """Return weighted sums of the pixels of images (C, H, W): the images (C, P, Q).
+
+        Each row is a sum of the rows that `rows` lists for it; then each column is a sum of the
+        columns that `columns` lists for it. The products are added in the order of the tables.
+        Applied to the gradient of the result, `resample` with the transposed tables returns the
+        gradient of x.
+        """
+
+    def take_channels(self, x: Lanes, channels: Sequence[int]) -> Lanes:
+        """Return lanes with channel channels[c] of x as channel c, or zeros if this index is -1."""
 
     # pad
 

@@ -31,7 +31,7 @@ Build: TypeAlias = Callable[[tuple[int, ...], int], Network]
 
 
 def suffix_of(path: str | os.PathLike[str]) -> str:
-    """Return the suffix of a path. Raise UserError if no supported format has this suffix."""
+    """Return the suffix of a path. Raise UserError if no network can be saved in such a file."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in SUFFIXES:
         raise UserError(
@@ -52,8 +52,9 @@ def load(
     ends in .h5, .onnx or .safetensors; a safetensors file must be one that `save_weights` wrote,
     because it describes the network. `input_shape` is required if an ONNX file does not fix it.
     """
-    weights.refuse_pickle(path)
-    suffix = ".h5" if is_hdf5(path) else suffix_of(path)
+    suffix = os.path.splitext(os.fspath(path))[1].lower()
+    if suffix not in weights.TORCH:
+        suffix = ".h5" if is_hdf5(path) else suffix_of(path)
     if suffix == ".h5":
         net = model_file.load_model(path, layers)[0]
         stored = net.normalization
@@ -111,8 +112,7 @@ def load_into(
     Class names, normalization and preprocessing are copied if the file has them. Raises UserError
     if the file cannot be read, or if its weights do not fit the network.
     """
-    weights.refuse_pickle(path)
-    if suffix_of(path) == ".onnx":
+    if os.fspath(path).lower().endswith(".onnx"):
         return _load_onnx_into(path, build, normalization)
     arrays, metadata = weights.read(path)
     description: Mapping = {}

@@ -30,6 +30,12 @@ NORMALIZATION = {
 }
 COUNTER = "num_batches_tracked"
 SLOPE = {"weight": "slope"}  # {array name in PyTorch's PReLU: name in mpidl}
+AUXILIARY = ("AuxLogits.", "aux_classifier.")  # torchvision's classifiers that only help training
+# Patterns of layer names whose "_" does not all stand for a "." of torchvision, and its names.
+UNDERSCORES = (
+    (r"(Mixed_\w\w)_(\w+)_(conv|bn)", r"\1.\2.\3"),
+    (r"(Conv2d_\w+)_(conv|bn)", r"\1.\2"),
+)
 
 Table: TypeAlias = Sequence[tuple[str, "str | Callable[[re.Match[str]], str]"]]
 
@@ -96,7 +102,7 @@ def rename(names: Names, net: Network) -> Rename:
         for pattern, replacement in MODULES[names]:
             module = re.sub(rf"{pattern}\Z", replacement, module) if module else module
         layer = module.replace(".", "_")
-        if array == COUNTER:
+        if array == COUNTER or module.startswith(AUXILIARY):
             return None
         if f"{layer}.gamma" in net.parameters:
             array = NORMALIZATION.get(array, array)
@@ -110,7 +116,7 @@ def rename(names: Names, net: Network) -> Rename:
 def torchvision_counters(net: Network) -> list[str]:
     """Return the names of the counters in PyTorch's batch normalization layers."""
     names = [layer.name or "" for layer in net.layers if isinstance(layer, BatchNorm)]
-    return [f"{name.replace('_', '.')}.{COUNTER}" for name in names]
+    return [f"{_module_of(name)}.{COUNTER}" for name in names]
 
 
 def torchvision_name(name: str, net: Network) -> str:
@@ -120,4 +126,12 @@ def torchvision_name(name: str, net: Network) -> str:
         array = next(key for key, value in NORMALIZATION.items() if value == array)
     elif isinstance(net[layer], PReLU):
         array = "weight"
-    return f"{layer.replace('_', '.')}.{array}"
+    return f"{_module_of(layer)}.{array}"
+
+
+def _module_of(layer: str) -> str:
+    """Return the name of torchvision's module, such as layer1.0.bn1 for the layer layer1_0_bn1."""
+    for pattern, module in UNDERSCORES:
+        if re.fullmatch(pattern, layer):
+            return re.sub(pattern, module, layer)
+    return layer.replace("_", ".")

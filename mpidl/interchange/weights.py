@@ -1,7 +1,6 @@
-"""Read and write the weights of networks in safetensors files, and read them from model files.
+"""Read and write weights in safetensors files; read them from model files and PyTorch's files.
 
 A safetensors file has a header with the names, types and shapes of arrays, followed by the arrays.
-PyTorch's native files are pickles, which can run code when they are read. Safetensors files cannot.
 The safetensors library checks the header against the size of the file before it reads arrays.
 """
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from mpidl.errors import UserError
 from mpidl.files import check_regular, unreadable, write_whole
-from mpidl.interchange import input_pixels, weight_names
+from mpidl.interchange import input_pixels, torch_file, weight_names
 from mpidl.interchange.input_pixels import Choice
 from mpidl.interchange.weight_names import LIBRARIES, Names
 from mpidl.nn import Network
@@ -27,12 +26,7 @@ from mpidl.training.files import model_file
 # Exceptions that damaged descriptions and changed arrays cause.
 DAMAGES = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError)
 DAMAGES += (TypeError, ValueError, UserError)
-PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
-TO_SAFETENSORS = (
-    'python -c "import sys, torch; from safetensors.torch import save_file; save_file({{k: '
-    "v.contiguous() for k, v in torch.load(sys.argv[1], 'cpu', weights_only=True).items()}}, "
-    'sys.argv[2])" {source} {target}'
-)
+TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".pkl")  # suffixes of PyTorch's files
 
 
 def library(name: str, path: str | os.PathLike[str], extra: str) -> Any:
@@ -68,7 +62,8 @@ def load_weights(
     net : Network
         The network, in host memory. It is changed only if all arrays fit.
     path : path
-        A safetensors file (`.safetensors`) or a model file of mpidl (`.h5`).
+        A safetensors file (`.safetensors`), a model file of mpidl (`.h5`), or a file of PyTorch
+        (`.pth`, `.pt`, `.bin`), of which only the arrays are read and no code runs.
     names : str, dict or function
         The library that named the arrays ("mpidl", "torchvision", "timm" or "transformers"), a dict
         {name in the file: name in the network}, or a function that maps names in the file to names
@@ -196,10 +191,11 @@ def _metadata(description: Mapping[str, Any], scaling: Mapping[str, np.ndarray])
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Read a weight file, and return {name in the file: array} and the file's metadata.
 
-    Raises UserError if the file cannot be read, is damaged, or is a pickle.
+    Raises UserError if the file cannot be read or is damaged.
     """
     suffix = os.path.splitext(os.fspath(path))[1].lower()
-    refuse_pickle(path)
+    if suffix in TORCH:
+        return torch_file.read(path), {}
     if suffix == ".h5":
         try:
             tables, attributes = model_file.read(path)
@@ -210,7 +206,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str,
         return arrays, _metadata(attributes, scaling)
     if suffix != ".safetensors":
         raise UserError(
-            f"{printable(path)}: expected a weight file *.safetensors or *.h5, found {suffix!r}"
+            f"{printable(path)}: expected a weight file *.safetensors, *.pth or *.h5, found "
+            f"{suffix!r}"
         )
     safetensors = library("safetensors", path, "safetensors")
     try:
@@ -222,17 +219,6 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str,
         raise unreadable(path, error) from None
     except safetensors.SafetensorError as error:
         raise UserError(f"{printable(path)}: not a safetensors file: {error}") from None
-
-
-def refuse_pickle(path: str | os.PathLike[str]) -> None:
-    """Raise UserError if the suffix of a file indicates a pickle."""
-    if os.path.splitext(os.fspath(path))[1].lower() in PICKLES:
-        target = os.path.splitext(os.fspath(path))[0] + ".safetensors"
-        recipe = TO_SAFETENSORS.format(source=printable(path), target=printable(target))
-        raise UserError(
-            f"{printable(path)}: mpidl does not read pickles, because they can run any code. On a "
-            f"machine with PyTorch and safetensors, this command converts it: {recipe}"
-        )
 
 
 def _array(file, name, path):

@@ -10,6 +10,7 @@ from mpidl.nn.layers.gates import *
 from mpidl.nn.layers.joins import *
 from mpidl.nn.layers.normalization import *
 from mpidl.nn.layers.pooling import *
+from mpidl.nn.layers.resize import *
 from mpidl.nn.layers.shape import *
 from mpidl.nn.network import Network as Network
 from mpidl.nn.summary import Analysis as Analysis

@@ -6,6 +6,7 @@ from mpidl.ops.batchnorm import conv2d_batchnorm as conv2d_batchnorm
 from mpidl.ops.batchnorm import conv2d_batchnorm_predict as conv2d_batchnorm_predict
 from mpidl.ops.binary_loss import *
 from mpidl.ops.binary_loss import binary_label_count as binary_label_count
+from mpidl.ops.channels import *
 from mpidl.ops.concat import *
 from mpidl.ops.conv import *
 from mpidl.ops.conv import conv2d_relu as conv2d_relu
@@ -21,4 +22,5 @@ from mpidl.ops.pad import *
 from mpidl.ops.pool import *
 from mpidl.ops.probabilities import *
 from mpidl.ops.reductions import *
+from mpidl.ops.resize import *
 from mpidl.ops.transposed import *

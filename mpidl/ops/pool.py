@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from mpidl import backends
 from mpidl.backends.deferred import GradientWithSums
 from mpidl.backends.shapes import Windows, pool2d_shape
+from mpidl.backends.taps import Taps
 from mpidl.core.blocks import Blocked
 from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Needs, value_of
 from mpidl.ops import check
 from mpidl.ops.composed import composed
+from mpidl.ops.resize import resample
 
-__all__ = ["average_pool2d", "global_average_pool2d", "max_pool2d"]
+__all__ = ["adaptive_average_pool2d", "average_pool2d", "global_average_pool2d", "max_pool2d"]
 
 PLACES = 256  # maximum number of pixels in a max pooling window: one byte stores a position
 
@@ -129,6 +132,47 @@ def global_average_pool2d(x: Blocked) -> Blocked:
     """
     check.images("global_average_pool2d", value_of(x), 4)
     return average_pool2d(x, tuple(x.shape[2:]))
+
+
+@composed
+def adaptive_average_pool2d(x: Blocked, size: check.PairArgument) -> Blocked:
+    """Return the means of windows that divide images into rows and columns of windows.
+
+    Row i of P rows of windows has the pixels from floor(i * H / P) to before ceil((i + 1) * H / P),
+    as in PyTorch. If P does not divide H, the windows have different sizes, and may share pixels.
+
+    Parameters
+    ----------
+    x : Blocked or Var
+        Images (N, C, H, W).
+    size : int or (int, int)
+        Size of the result in pixels, an integer or (rows, columns).
+
+    Returns
+    -------
+    Blocked or Var
+        The means, (N, C, P, Q).
+    """
+    check.images("adaptive_average_pool2d", value_of(x), 4)
+    outputs = check.pair("adaptive_average_pool2d", "size", size, 1)
+    if all(n % m == 0 for n, m in zip(x.shape[2:], outputs, strict=True)):
+        return average_pool2d(x, (x.shape[2] // outputs[0], x.shape[3] // outputs[1]))
+    return _adaptive_average_pool2d(x, outputs)
+
+
+@op(blocks=True)
+def _adaptive_average_pool2d(x: Blocked, outputs: check.Pair) -> WithVjp[Blocked]:
+    rows, columns = map(adaptive_taps, x.image_shape[1:], outputs)
+    return resample(x, rows, columns)
+
+
+@functools.lru_cache(maxsize=256)
+def adaptive_taps(pixels: int, outputs: int) -> Taps:
+    """Return the weights of the windows of adaptive average pooling along one axis."""
+    windows = [
+        range(i * pixels // outputs, -(-(i + 1) * pixels // outputs)) for i in range(outputs)
+    ]
+    return Taps(pixels, [[(pixel, 1 / len(window)) for pixel in window] for window in windows])
 
 
 @op(blocks=True)

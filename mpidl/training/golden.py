@@ -279,4 +279,27 @@ def _large_filters(outputs):
     ]
 
 
-NETWORKS = {"many-layers": _many_layers, "large-filters": _large_filters}
+def _resizing(outputs):
+    """Return a network with layers that change the size of images, or the order of channels."""
+    return [
+        nn.Conv2D(3, 8, stride=2, padding=1, name="stem"),
+        nn.BatchNorm(),
+        nn.ReLU(name="large"),
+        nn.ChannelShuffle(2),
+        nn.ChannelSlice(2, 6),
+        nn.AdaptiveAveragePool2D((5, 6)),
+        nn.Conv2D(3, 8, padding=1),
+        nn.ReLU(),
+        nn.Resize2D(scale=2, mode="bilinear"),
+        nn.Resize2D((14, 14), name="resized"),
+        nn.Add(inputs=("large", "resized")),
+        nn.AdaptiveAveragePool2D(4),
+        nn.Dense(outputs),
+    ]
+
+
+NETWORKS = {
+    "many-layers": _many_layers,
+    "large-filters": _large_filters,
+    "resizing": _resizing,
+}

@@ -22,6 +22,7 @@ from training_cases import training_table
 
 from mpidl.backends import shapes
 from mpidl.backends.deferred import NormalizedInput
+from mpidl.backends.taps import Taps
 from mpidl.core.blocks import DeferredInput
 from mpidl.core.values import BF16
 
@@ -468,6 +469,49 @@ def pooling(label, shape, size, stride, padding):
             yield Case("average_pool2d_dx", name, counting, call=average, **options)
 
 
+# ---- resample ----
+
+COPIES = Taps(5, [[(4, 1.0)], [(0, 1.0)], [(0, 1.0)]])  # three pixels of five are not read
+HALVES = Taps(3, [[(0, 1.0)], [(0, 0.75), (1, 0.25)], [(0, 0.25), (1, 0.75)], [(1, 0.5), (2, 0.5)]])
+WINDOWS = Taps(7, [[(i + k, 1 / 3) for k in range(3)] for i in (0, 2, 4)])
+DENSE_TAPS = Taps(9, [[(i, 0.1 * (i - j)) for i in range(9)] for j in range(6)])
+WIDE = Taps(40, [[(min(39, i // 2 + k), 0.5) for k in (0, 1)] for i in range(80)])
+# (C, rows, columns, whether pixels are only copied)
+RESAMPLINGS = {
+    "copies": (3, COPIES, COPIES, True),
+    "halves": (8, HALVES, HALVES, False),
+    "copied rows": (4, COPIES, HALVES, False),
+    "copied columns": (5, WINDOWS, COPIES, False),
+    "windows": (12, WINDOWS, WINDOWS, False),
+    "many taps": (2, DENSE_TAPS, WINDOWS, False),
+    "a row of many threads": (132, HALVES, WINDOWS, False),
+    "several bands": (1, WIDE, WIDE, False),
+}
+
+
+def resampling(label, channels, rows, columns, copies):
+    """Yield the cases of a resampling and its gradient."""
+    shape = channels, rows.pixels, columns.pixels
+
+    def both(backend, a):
+        back = rows.transposed, columns.transposed
+        return backend.resample(a["x"], rows, columns), backend.resample(a["dy"], *back)
+
+    dy = cotangent(channels, len(rows.outputs), len(columns.outputs))
+    for suffix, x in (("", lanes(*shape)), (", deferred", deferred(*shape, limits=CLIP))):
+        tolerance = 0 if copies and not suffix else 1e-6
+        yield Case("resample", label + suffix, {"x": x, "dy": dy}, tolerance, call=both)
+
+
+# number of channels, and the channels to take; -1 for zeros
+SELECTIONS = {
+    "another order": (6, (0, 3, 1, 4, 2, 5)),
+    "a part": (5, (1, 2, 3)),
+    "a part, back": (3, (-1, 0, 1, 2, -1)),
+    "twice": (2, (1, 1, -1, 0)),
+}
+
+
 # (C, H, W), padding, value; negative padding removes pixels
 PADDINGS = {
     "a border": ((3, 4, 5), ((1, 2), (0, 3)), 0.0),
@@ -734,6 +778,12 @@ def activation_table():
         yield from pooling(label, *shape)
     for label, (shape, padding, value) in PADDINGS.items():
         yield Case("pad2d", label, {"x": lanes(*shape), "padding": padding, "value": value}, 0)
+    for label, resampled in RESAMPLINGS.items():
+        yield from resampling(label, *resampled)
+    for label, (count, channels) in SELECTIONS.items():
+        for pixels in ((4, 3), ()):
+            values = {"x": lanes(count, *pixels), "channels": channels}
+            yield Case("take_channels", f"{label}, {pixels}", values, 0)
     for label, numbers in NORMS.items():
         yield from cross_channel(label, numbers, IMAGES["pixels"])
     for shape in (IMAGES["four channels at once"], IMAGES["features"], (1100,), (1, 2, 2)):

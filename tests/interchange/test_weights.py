@@ -205,22 +205,12 @@ def test_an_error_names_the_library_whose_names_fit(tmp_path):
     assert text == f"{path}: fc.bias and fc.weight are both x in the network"
 
 
-def test_pickles_are_refused_with_a_recipe(tmp_path):
-    path = tmp_path / "resnet18.pth"
-    path.write_bytes(b"\x80\x04.")
-    text = refusal(dl.load_weights, network(), path)
-    assert text.startswith(f"{path}: mpidl does not read pickles")
-    recipe = text.partition("converts it: ")[2]
-    assert recipe.endswith(f" {path} {tmp_path}/resnet18.safetensors")
-    compile(re.search('-c "(.*)"', recipe)[1], "recipe", "exec")
-
-
 def test_unusable_files_and_names(tmp_path, monkeypatch):
     missing = tmp_path / "none.safetensors"
     assert refusal(dl.load_weights, network(), missing) == f"{missing}: no such file"
     (tmp_path / "a.txt").write_text("weights")
     text = refusal(dl.load_weights, network(), tmp_path / "a.txt")
-    assert text.endswith("expected a weight file *.safetensors or *.h5, found '.txt'")
+    assert text.endswith("expected a weight file *.safetensors, *.pth or *.h5, found '.txt'")
     (tmp_path / "a.h5").write_text("weights")
     assert "a.h5: not a model file: " in refusal(dl.load_weights, network(), tmp_path / "a.h5")
     text = refusal(dl.save_weights, network(), tmp_path / "a.pth")

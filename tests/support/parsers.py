@@ -16,6 +16,7 @@ import datafiles
 import h5py
 import numpy as np
 import onnx
+import torch_files
 from image_sets import grow, pixels_of, save, write_idx
 
 import mpidl as dl
@@ -26,7 +27,7 @@ from mpidl.data.checks import read_images, read_targets
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats import packed, packing
 from mpidl.errors import UserError
-from mpidl.interchange import network_files
+from mpidl.interchange import network_files, torch_file
 from mpidl.performance import results
 from mpidl.report import run_files, stop_file
 from mpidl.report.live.run import LiveRun
@@ -255,6 +256,14 @@ def safetensors(folder):
     return path, read
 
 
+def torch_files_of(is_old):
+    def prepare(folder):
+        path = torch_files.save(torch_files.tensors(network().parameters), folder / "a.pth", is_old)
+        return path, lambda: attempt(torch_file.read, path) is not None
+
+    return prepare
+
+
 def described_safetensors(folder):
     """Write a file that describes its network."""
     path = folder / "a.safetensors"
@@ -416,6 +425,8 @@ IMAGES = {
 }
 NETWORKS = {
     "safetensors": Parser(safetensors),
+    "PyTorch archive": Parser(torch_files_of(is_old=False)),
+    "PyTorch stream": Parser(torch_files_of(is_old=True)),
     "safetensors, described": Parser(described_safetensors),
     "ONNX": onnx_graph(False),
     "ONNX, described": onnx_graph(True),

@@ -11,4 +11,5 @@ from mpidl.nn.layers.gates import *
 from mpidl.nn.layers.joins import *
 from mpidl.nn.layers.normalization import *
 from mpidl.nn.layers.pooling import *
+from mpidl.nn.layers.resize import *
 from mpidl.nn.layers.shape import *

@@ -9,7 +9,7 @@ from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value, layer
 from mpidl.ops import check
 from mpidl.ops.pool import PLACES, windows
 
-__all__ = ["AveragePool2D", "GlobalAveragePool2D", "MaxPool2D"]
+__all__ = ["AdaptiveAveragePool2D", "AveragePool2D", "GlobalAveragePool2D", "MaxPool2D"]
 
 
 @layer_class
@@ -80,3 +80,25 @@ class GlobalAveragePool2D(Layer):
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.global_average_pool2d(x)
+
+
+@layer_class
+class AdaptiveAveragePool2D(Layer):
+    """Average pooling to a fixed size, whatever the size of the images.
+
+    Parameters
+    ----------
+    size
+        Size of the output, an integer or (rows, columns). `ops.adaptive_average_pool2d` documents
+        the windows.
+    """
+
+    size: int | tuple[int, int]
+
+    def build(self, shape: Shape) -> Built:
+        if len(shape) != 3:
+            raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
+        return Built((shape[0], *check.pair(str(self.name), "size", self.size, 1)))
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.adaptive_average_pool2d(x, self.size)

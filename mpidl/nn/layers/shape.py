@@ -1,4 +1,4 @@
-"""Layers that change the shape of an image."""
+"""Layers that change the shape of an image, or select and reorder its channels."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import numpy as np
 from mpidl import ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value, layer_class
 from mpidl.ops import check
+from mpidl.ops.channels import check_groups, check_slice
 from mpidl.ops.pad import check_value
 
-__all__ = ["Flatten", "Pad2D"]
+__all__ = ["ChannelShuffle", "ChannelSlice", "Flatten", "Pad2D"]
 
 
 @layer_class
@@ -48,3 +49,44 @@ class Pad2D(Layer):
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.pad2d(x, self.padding, value=self.value)
+
+
+@layer_class
+class ChannelShuffle(Layer):
+    """Interleaving of groups of channels; see `ops.channel_shuffle`.
+
+    Parameters
+    ----------
+    groups
+        Number of groups, a divisor of the number of channels.
+    """
+
+    groups: int
+
+    def build(self, shape: Shape) -> Built:
+        check_groups(str(self.name), self.groups, shape[0])
+        return Built(shape)
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.channel_shuffle(x, self.groups)
+
+
+@layer_class
+class ChannelSlice(Layer):
+    """Selection of adjacent channels.
+
+    Parameters
+    ----------
+    start, stop
+        The first channel, and the channel after the last.
+    """
+
+    start: int
+    stop: int
+
+    def build(self, shape: Shape) -> Built:
+        check_slice(str(self.name), self.start, self.stop, shape[0])
+        return Built((self.stop - self.start, *shape[1:]))
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.channel_slice(x, self.start, self.stop)

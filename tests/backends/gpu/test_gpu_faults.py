@@ -116,6 +116,24 @@ FAULTS = [
         arguments=("pad2d, a border",),
     ),
     *faults(
+        "resample",
+        check_on_gpu,
+        "resample, many taps, deferred",
+        "take_channels, a part, back, (4, 3)",
+        edits={
+            "the last column of a sum is left out": ("j < last; ++j", "j < last - 1; ++j"),
+            "rows have the weights of columns": ("weight_of(row)", "weight_of(column)"),
+            "pixels are not clipped while they are read": (
+                "beta, low, high};",
+                "beta, low, 1e9f};",
+            ),
+            "channels without a source keep what memory holds": (
+                "y[i] = index < 0 ? put(0.0f) : x",
+                "if (index >= 0) y[i] = x",
+            ),
+        },
+    ),
+    *faults(
         "batchnorm",
         check_on_gpu,
         "batchnorm_sums, (20, 3, 5)",

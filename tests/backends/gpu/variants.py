@@ -8,9 +8,11 @@ from benchmarks.gpu.compiling import Addresses, Collector
 from benchmarks.mpidl_step import RecordedStep
 from mpidl.backends import settings
 from mpidl.backends.gpu import activation, array, conv, gates, kernels, launching, optimizer, pool
+from mpidl.backends.gpu.resample import resample
 from mpidl.backends.gpu.sums import Counts
 from mpidl.backends.reference.activation import FUNCTIONS
 from mpidl.backends.shapes import Geometry, Windows
+from mpidl.backends.taps import Taps
 from mpidl.core import fold
 from mpidl.core.blocks import LANES
 from mpidl.ranks.world import World
@@ -61,6 +63,7 @@ def units(architecture):
         for channels in (3, 32):
             _pool(channels)
             _gates(channels)
+            _resample(channels)
         for function in FUNCTIONS:
             x = array.empty_lanes((1, 8, LANES))
             activation.elementwise_dx(function, activation.elementwise(function, x), x)
@@ -135,3 +138,8 @@ def _pool(channels):
     x, windows = array.empty_lanes((1, channels, 8, 8, LANES)), Windows((2, 2), (2, 2), UNPADDED)
     pool.max_pool2d(x, windows)
     pool.average_pool2d(x, windows, True)
+
+
+def _resample(channels):
+    taps = Taps(8, [[(0, 1.0)]])
+    resample(array.empty_lanes((1, channels, 8, 8, LANES)), taps, taps)

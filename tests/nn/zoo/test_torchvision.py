@@ -21,6 +21,8 @@ LEARNABLES = {
     "resnet50": 25_557_032,
     "squeezenet1_1": 1_235_496,
     "mobilenet_v2": 3_504_872,
+    "densenet121": 7_978_856,
+    "inception_v3": 23_834_568,
 }
 FAST = {"resnet18", "squeezenet1_1"}
 NAMES = [
