@@ -43,9 +43,13 @@ class Value(NamedTuple):
     # Whether the value is (C, 1, 1) in the graph, and the layer's output has the shape (C,). Only
     # products accept this, as gates of channels.
     is_unsqueezed: bool = False
+    # (groups, channels per group) if the channels are two axes in the graph.
+    groups: tuple[int, ...] = ()
 
     def graph_shape(self) -> tuple[int, ...]:
         """Return the shape of the value with the graph's order of axes."""
+        if self.groups:
+            return *self.groups, *self.shape[1:]
         return tuple(self.shape[i] for i in self.order) if self.is_permuted() else self.shape
 
     def is_permuted(self) -> bool:
@@ -110,16 +114,19 @@ class Node:
         """Return input i, or None if the node has no such input."""
         return self.inputs[i] if i < len(self.inputs) else None
 
-    def value(self, i: int = 0, any_order: bool = False) -> Value:
+    def value(self, i: int = 0, any_order: bool = False, any_groups: bool = False) -> Value:
         """Return input i. Raise Unsupported unless the input depends on the images.
 
-        Unless `any_order` is True, the axes of the input must also have the order (C, H, W).
+        Unless `any_order` is True, the axes of the input must also have the order (C, H, W). Unless
+        `any_groups` is True, the channels must be one axis.
         """
         value = self.input(i)
         if not isinstance(value, Value):
             raise Unsupported(f"input {i} is constant")
         if value.order and not any_order:
             raise Unsupported(f"input {i} is transposed")
+        if value.groups and not any_groups:
+            raise Unsupported(f"input {i} has two axes of channels")
         return value
 
     def constant(self, i: int) -> np.ndarray:

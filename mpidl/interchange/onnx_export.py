@@ -26,6 +26,8 @@ from mpidl.interchange.weights import DAMAGES, library
 from mpidl.nn import Network
 from mpidl.nn import layers as nn
 from mpidl.ops import check
+from mpidl.ops.pool import pooling_matrix
+from mpidl.ops.resize import checked_rule
 from mpidl.ops.transposed import same_or_crops
 from mpidl.text import printable
 from mpidl.training.files import model_file
@@ -80,6 +82,31 @@ def _cross_channel_norm(layer, shape):
     return "LRN", {"size": layer.window, **{k: float(v) for k, v in constants.items()}}
 
 
+def _resize(layer, shape):
+    rule = checked_rule(layer.name, layer.mode, layer.coordinates, layer.rounding)
+    return "Resize", {
+        "mode": "linear" if rule.mode == "bilinear" else rule.mode,
+        "coordinate_transformation_mode": rule.coordinates,
+        "nearest_mode": rule.rounding,
+        "axes": [2, 3],
+    }
+
+
+def _adaptive_pool(layer, shape):
+    size = check.pair(layer.name, "size", layer.size, 1)
+    if size == (1, 1):
+        return "GlobalAveragePool", {}
+    windows = [n // m for n, m in zip(shape[1:], size, strict=True)]
+    if _has_equal_windows(layer, shape):
+        return "AveragePool", {"kernel_shape": windows, "strides": windows}
+    return "MatMul", {}  # after another one; see FIRST_NODES
+
+
+def _has_equal_windows(layer, shape):
+    size = check.pair(layer.name, "size", layer.size, 1)
+    return all(n % m == 0 for n, m in zip(shape[1:], size, strict=True))
+
+
 def _hard_sigmoid(layer, shape):
     return "HardSigmoid", {"alpha": float(layer.alpha), "beta": float(layer.beta)}
 
@@ -110,6 +137,10 @@ OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]
         {**_window(layer, shape), "count_include_pad": int(layer.count_padding)},
     ),
     nn.GlobalAveragePool2D: lambda layer, shape: ("GlobalAveragePool", {}),
+    nn.AdaptiveAveragePool2D: _adaptive_pool,
+    nn.Resize2D: _resize,
+    nn.ChannelShuffle: lambda layer, shape: ("Reshape", {}),  # after Reshape and Transpose
+    nn.ChannelSlice: lambda layer, shape: ("Slice", {}),
     nn.Dropout: lambda layer, shape: ("Dropout", {}),
     nn.Flatten: lambda layer, shape: ("Flatten", {"axis": 1}),
     nn.Pad2D: lambda layer, shape: ("Pad", {}),
@@ -122,25 +153,93 @@ OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]
 }
 
 
-def _pads(layer):
+def _pads(layer, shape):
     top, left, bottom, right = _sides(check.pads(layer.name, layer.padding))
     pads = np.array([0, 0, top, left, 0, 0, bottom, right])
     return {"pads": pads, "value": np.float32(layer.value)}
 
 
-# {layer class: function(layer) -> {name: constant}}. The constants are further inputs of the
-# operator. Constants that are not finite are omitted.
-CONSTANTS: dict[type[nn.Layer], Callable[[Any], dict[str, Any]]] = {
-    nn.Dropout: lambda layer: {"ratio": np.float32(layer.probability)},
-    nn.Clip: lambda layer: {"low": np.float32(layer.low), "high": np.float32(layer.high)},
+def _clip_limits(layer, shape):
+    limits = {"low": np.float32(layer.low), "high": np.float32(layer.high)}
+    return {name: limit if np.isfinite(limit) else None for name, limit in limits.items()}
+
+
+def _sizes(layer, shape):
+    before = {"roi": None, "scales": None}
+    if layer.size is None:
+        return before | {"scales": np.array(check.as_pair(layer.scale), np.float32)}
+    return before | {"sizes": np.array(check.as_pair(layer.size), np.int64)}
+
+
+def _pooling_matrices(layer, shape):
+    if _has_equal_windows(layer, shape):
+        return {}
+    sizes = zip(shape[1:], check.as_pair(layer.size), strict=True)
+    rows, columns = (pooling_matrix(n, m) for n, m in sizes)
+    return {"rows": rows, "columns": np.ascontiguousarray(columns.T)}
+
+
+def _groups(layer, shape):
+    channels, *pixels = shape
+    groups = np.array([0, layer.groups, channels // layer.groups, *pixels], np.int64)
+    return {"groups": groups, "shape": np.array([0, *shape], np.int64)}
+
+
+def _channel_range(layer, shape):
+    numbers = {"start": layer.start, "stop": layer.stop, "axis": 1}
+    return {name: np.array([number], np.int64) for name, number in numbers.items()}
+
+
+# {layer class: function(layer, shape of the layer's first input) -> {name: constant}}. The
+# constants are further inputs of the operator. An input that is None is omitted.
+CONSTANTS: dict[type[nn.Layer], Callable[[Any, Shape], dict[str, Any]]] = {
+    nn.AdaptiveAveragePool2D: _pooling_matrices,
+    nn.Dropout: lambda layer, shape: {"ratio": np.float32(layer.probability)},
+    nn.ChannelShuffle: _groups,
+    nn.ChannelSlice: _channel_range,
+    nn.Clip: _clip_limits,
     nn.Pad2D: _pads,
+    nn.Resize2D: _sizes,
 }
 
 
-def _constants(layer):
-    """Return the constants of a layer, {layer name.name: array, or None if not finite}."""
-    values = CONSTANTS.get(type(layer), lambda layer: {})(layer)
-    return {f"{layer.name}.{k}": v if np.isfinite(v).all() else None for k, v in values.items()}
+def _constants(layer, shape):
+    """Return the constants of a layer, {layer name.name: array, or None if omitted}."""
+    values = CONSTANTS.get(type(layer), lambda layer, shape: {})(layer, shape)
+    return {f"{layer.name}.{name}": value for name, value in values.items()}
+
+
+def _input_shapes(net):
+    """Return [(layer, shape of its first input), ...]."""
+    shapes = {IMAGES: net.input_shape} | dict(zip(net.layer_names, net.output_shapes, strict=True))
+    return [(layer, shapes[reads[0]]) for layer, reads in zip(net.layers, net.reads, strict=True)]
+
+
+def _before_pooling(layer, shape, inputs, add):
+    if len(inputs) == 1:
+        return inputs
+    x, rows, columns = inputs
+    return [add("MatMul", [rows, x], f"{layer.name}.rows_pooled"), columns]
+
+
+def _before_shuffle(layer, shape, inputs, add):
+    x, groups, joined = inputs
+    x = add("Reshape", [x, groups], f"{layer.name}.grouped")
+    permutation = [0, 2, 1, *range(3, 2 + len(shape))]
+    return [add("Transpose", [x], f"{layer.name}.exchanged", perm=permutation), joined]
+
+
+def _before_product(layer, shape, inputs, add):
+    return [*inputs, add("Sigmoid", inputs, f"{layer.name}.sigmoid")]
+
+
+# {layer class: function(layer, shape of its first input, inputs, add) -> inputs of its last node},
+# for layers of several nodes. `add` adds a node and returns the name of its output.
+FIRST_NODES: dict[type[nn.Layer], Callable[..., list[str]]] = {
+    nn.AdaptiveAveragePool2D: _before_pooling,
+    nn.ChannelShuffle: _before_shuffle,
+    nn.Swish: _before_product,
+}
 
 
 def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool = True) -> None:
@@ -187,8 +286,8 @@ def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool
     tensors = [onnx.numpy_helper.from_array(np.ascontiguousarray(a), n) for n, a in arrays.items()]
     tensors += [
         onnx.numpy_helper.from_array(value, name)
-        for layer in net.layers
-        for name, value in _constants(layer).items()
+        for layer, shape in _input_shapes(net)
+        for name, value in _constants(layer, shape).items()
         if value is not None
     ]
     float32 = onnx.TensorProto.FLOAT
@@ -232,6 +331,17 @@ def _broadcastable(net, arrays):
     return reshaped
 
 
+def _factors(layer, ranks, inputs, add):
+    """Return the inputs of a product, with features (C,) as (C, 1, 1) if the other has images."""
+    factors = list(inputs)
+    for i in range(2):
+        if ranks[i] < ranks[1 - i]:
+            prefix, axes = f"{layer.name}.{i}", list(range(2, 1 + ranks[1 - i]))
+            constant = add("Constant", [], f"{prefix}.axes", value_ints=axes)
+            factors[i] = add("Unsqueeze", [inputs[i], constant], f"{prefix}.images")
+    return factors
+
+
 def _nodes(onnx, net, normalize_images):
     """Return the nodes of the graph."""
     nodes, names = [], {IMAGES: IMAGES}
@@ -244,25 +354,21 @@ def _nodes(onnx, net, normalize_images):
         for array in _scaling(net):
             operator = "Sub" if array == CENTRE else "Div"
             names[IMAGES] = add(operator, [names[IMAGES], array], f"{array}d")
-    shapes = {IMAGES: net.input_shape} | dict(zip(net.layer_names, net.output_shapes, strict=True))
     arrays = list(net.parameters | net.state)
-    for layer, reads in zip(net.layers, net.reads, strict=True):
+    shapes = {IMAGES: net.input_shape} | dict(zip(net.layer_names, net.output_shapes, strict=True))
+    for (layer, shape), reads in zip(_input_shapes(net), net.reads, strict=True):
         inputs = [names[read] for read in reads]
-        if isinstance(layer, nn.Dense) and len(shapes[reads[0]]) > 1:
+        if isinstance(layer, nn.Dense) and len(shape) > 1:
             inputs = [add("Flatten", inputs, f"{layer.name}.images", axis=1)]
         if isinstance(layer, nn.Multiply):
             ranks = [len(shapes[read]) for read in reads]
-            for i in range(2):  # features (C,) times images (C, H, W)
-                if ranks[i] < ranks[1 - i]:
-                    prefix, axes = f"{layer.name}.{i}", list(range(2, 1 + ranks[1 - i]))
-                    axes = add("Constant", [], f"{prefix}.axes", value_ints=axes)
-                    inputs[i] = add("Unsqueeze", [inputs[i], axes], f"{prefix}.images")
+            inputs = _factors(layer, ranks, inputs, add)
         inputs += [name for name in arrays if name.rpartition(".")[0] == layer.name]
-        constants = _constants(layer)
+        constants = _constants(layer, shape)
         inputs += ["" if constants[name] is None else name for name in constants]
-        if isinstance(layer, nn.Swish):
-            inputs.append(add("Sigmoid", inputs, f"{layer.name}.sigmoid"))
-        operator, attributes = OPERATORS[type(layer)](layer, shapes[reads[0]])
+        if type(layer) in FIRST_NODES:
+            inputs = FIRST_NODES[type(layer)](layer, shape, inputs, add)
+        operator, attributes = OPERATORS[type(layer)](layer, shape)
         names[layer.name] = add(operator, inputs, layer.name, **attributes)
     return nodes
 

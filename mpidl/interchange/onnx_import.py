@@ -13,6 +13,7 @@ from mpidl.errors import UserError
 from mpidl.interchange import input_pixels, onnx_export, onnx_file, onnx_patterns
 from mpidl.interchange import onnx_elementwise as onnx_elementwise
 from mpidl.interchange import onnx_operators as onnx_operators
+from mpidl.interchange import onnx_resize as onnx_resize
 from mpidl.interchange import onnx_shapes as onnx_shapes
 from mpidl.interchange.input_pixels import Choice
 from mpidl.interchange.onnx_builder import (
@@ -133,9 +134,11 @@ def _build(model, path):
             continue
         if isinstance(result, np.ndarray):
             model.constants[proto.output[0]] = result
-        else:
-            values[proto.output[0]] = result
-            builder.tensors.setdefault(result.layer, []).append(proto.output[0])
+            continue
+        for output, value in zip(proto.output, _listed(result), strict=False):
+            if value is not None:
+                values[output] = value
+                builder.tensors.setdefault(value.layer, []).append(output)
     if problems:
         raise UserError(f"{printable(path)}: unsupported nodes: {'; '.join(problems)}")
     output = values.get(model.output)
@@ -143,4 +146,10 @@ def _build(model, path):
         raise UserError(f"{printable(path)}: expected an output that depends on the images")
     if output.image:
         raise UserError(f"{printable(path)}: the output is a transposed image, flattened")
+    if output.groups:
+        raise UserError(f"{printable(path)}: the output has two axes of channels")
     return builder, output
+
+
+def _listed(result):
+    return result if isinstance(result, list) else [result]

@@ -10,6 +10,7 @@ from mpidl.interchange.onnx_elementwise import same_order
 from mpidl.interchange.onnx_shapes import flat
 from mpidl.nn import layers as nn
 from mpidl.ops import check
+from mpidl.ops.pool import pooling_matrix
 
 
 def _spatial(node, x, size, transposed=False):
@@ -187,7 +188,26 @@ def _gemm(node, builder):
 
 @operator("MatMul")
 def _matmul(node, builder):
+    is_from_left = isinstance(node.input(0), np.ndarray)
+    x = node.value(int(is_from_left), any_order=True)
+    if len(x.shape) == 3:
+        return _adaptive_pool(node, builder, node.value(int(is_from_left)), is_from_left)
     return _dense(node, builder, node.constant(1).T, None)
+
+
+def _adaptive_pool(node, builder, x, is_of_rows):
+    """Add adaptive pooling of the rows or columns, if the constants are its weights."""
+    matrix, axis = (node.constant(0), 0) if is_of_rows else (node.constant(1).T, 1)
+    pixels = x.shape[1 + axis]
+    expected = pooling_matrix(pixels, len(matrix)) if matrix.ndim == 2 and len(matrix) else None
+    if expected is None or matrix.shape != expected.shape or abs(matrix - expected).max() > 1e-6:
+        raise Unsupported(f"it multiplies {('N', *x.shape)} by constants of {matrix.shape}")
+    size = list(x.shape[1:])
+    size[axis] = len(matrix)
+    (read,) = builder.reads.get(x.layer, [x])
+    if read.shape[1 + axis] == pixels:  # a pooling layer before this one pools the other axis
+        x = builder.remove(x, nn.AdaptiveAveragePool2D) or x
+    return builder.add(node, nn.AdaptiveAveragePool2D(tuple(size)), [x])
 
 
 def _dense(node, builder, weight, bias):

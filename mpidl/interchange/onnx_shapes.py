@@ -46,8 +46,9 @@ def _unsqueeze(node, builder):
 
 @operator("Reshape")
 def _reshape(node, builder):
-    x, sizes = node.value(any_order=True), [int(n) for n in node.constant(1).ravel()]
-    features = int(np.prod(x.shape))
+    x = node.value(any_order=True, any_groups=True)
+    sizes = _without_placeholders(node.constant(1).ravel().tolist(), x.graph_shape())
+    x, features = x._replace(groups=()), int(np.prod(x.shape))
     counts = {BATCH, 0, -1} | ({builder.batch} if builder.batch else set())
     is_batch = bool(sizes) and sizes[0] in counts
     if len(sizes) == 2 and is_batch and sizes[1] in (features, -1) and sizes != [-1, -1]:
@@ -56,19 +57,34 @@ def _reshape(node, builder):
         return x
     if is_batch and len(x.shape) == 1 and not x.order and sizes[1:] == [features, 1, 1]:
         return x._replace(shape=(features, 1, 1), is_unsqueezed=True)
+    groups, pixels = tuple(sizes[1:3]), tuple(sizes[3:])
+    if is_batch and not x.order and (int(np.prod(groups)), *pixels) == x.shape:
+        return x._replace(groups=groups)
     raise Unsupported(f"it reshapes {('N', *x.graph_shape())} to {sizes}")
+
+
+def _without_placeholders(sizes, shape):
+    """Replace 0, which copies a size, and -1, which stands for the rest, except for images."""
+    batch, *rest = sizes or [0]
+    rest = [n or (shape[i] if i < len(shape) else 0) for i, n in enumerate(rest)]
+    product = int(np.prod([n for n in rest if n != -1]))
+    if len(rest) > 1 and rest.count(-1) == 1 and batch != -1 and product > 0:
+        rest[rest.index(-1)] = int(np.prod(shape)) // product
+    return [batch, *rest]
 
 
 @operator("Shape")
 def _shape(node, builder):
-    shape = node.value(any_order=True).graph_shape()
+    shape = node.value(any_order=True, any_groups=True).graph_shape()
     start, end = node.get("start", 0), node.get("end", None)
     return np.array([BATCH, *shape], np.int64)[start:end]
 
 
 @operator("Transpose")
 def _transpose(node, builder):
-    x = node.value(any_order=True)
+    x = node.value(any_order=True, any_groups=True)
+    if x.groups:
+        return _shuffle(node, builder, x)
     permutation = list(node.get("perm", range(len(x.shape), -1, -1)))
     if sorted(permutation) != list(range(1 + len(x.shape))) or permutation[0] != 0:
         raise Unsupported(f"perm is {permutation}, expected the mini-batch first")
@@ -76,6 +92,15 @@ def _transpose(node, builder):
         return x
     order = tuple((x.order or (0, 1, 2))[axis - 1] for axis in permutation[1:])
     return x._replace(order=() if order == (0, 1, 2) else order)
+
+
+def _shuffle(node, builder, x):
+    """Exchange the two axes of channels."""
+    permutation = list(node.get("perm", []))
+    if permutation != [0, 2, 1, *range(3, 2 + len(x.shape))]:
+        raise Unsupported(f"perm is {permutation} of {('N', *x.graph_shape())}")
+    y = builder.add(node, nn.ChannelShuffle(x.groups[0]), [x])
+    return y._replace(groups=x.groups[::-1])
 
 
 @operator("Pad")

@@ -15,6 +15,7 @@ from mpidl.ops.dense import *
 from mpidl.ops.dropout import *
 from mpidl.ops.dropout import dropout_threshold as dropout_threshold
 from mpidl.ops.gates import *
+from mpidl.ops.group_norm import *
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
 from mpidl.ops.overlap import *

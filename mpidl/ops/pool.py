@@ -6,6 +6,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpidl import backends
 from mpidl.backends.deferred import GradientWithSums
 from mpidl.backends.shapes import Windows, pool2d_shape
@@ -173,6 +175,15 @@ def adaptive_taps(pixels: int, outputs: int) -> Taps:
         range(i * pixels // outputs, -(-(i + 1) * pixels // outputs)) for i in range(outputs)
     ]
     return Taps(pixels, [[(pixel, 1 / len(window)) for pixel in window] for window in windows])
+
+
+def pooling_matrix(pixels: int, outputs: int) -> np.ndarray:
+    """Return the weights of `adaptive_taps` as a matrix (outputs, pixels) of float32 numbers."""
+    matrix = np.zeros((outputs, pixels), np.float32)
+    for row, taps in zip(matrix, adaptive_taps(pixels, outputs).outputs, strict=True):
+        for pixel, weight in taps:
+            row[pixel] = weight
+    return matrix
 
 
 @op(blocks=True)

@@ -100,7 +100,9 @@ def resize2d(
     """
     check.images("resize2d", x, 4)
     rule = checked_rule("resize2d", mode, coordinates, rounding)
-    return resample(x, *tables("resize2d", x.image_shape, size, scale, rule))
+    outputs, steps = output_size("resize2d", x.image_shape, size, scale)
+    rows, columns = map(functools.partial(_taps, rule), x.image_shape[1:], outputs, steps)
+    return resample(x, rows, columns)
 
 
 def checked_rule(name: str, mode: Any, coordinates: Any, rounding: Any) -> Rule:
@@ -117,14 +119,13 @@ def checked_rule(name: str, mode: Any, coordinates: Any, rounding: Any) -> Rule:
     return Rule(mode, DEFAULTS[mode] if coordinates is None else coordinates, rounding)
 
 
-def tables(
+def output_size(
     name: str,
     image_shape: Sequence[int],
     size: check.PairArgument | None,
     scale: ScaleArgument | None,
-    rule: Rule,
-) -> tuple[Taps, Taps]:
-    """Return the tables of the rows and columns, whose lengths are the size of the result.
+) -> tuple[list[int], list[Fraction]]:
+    """Return the size of the result in pixels, and the distances of its pixels in pixels of x.
 
     The arguments are those of `resize2d`, which documents the errors. `name` is the name of the op
     or layer, for error messages.
@@ -136,15 +137,12 @@ def tables(
     _, *pixels = image_shape
     if size is not None:
         outputs: list[int] = list(check.pair(name, "size", size, 1))
-        steps = [Fraction(n, m) for n, m in zip(pixels, outputs, strict=True)]
-    else:
-        scales = _fractions(name, scale)
-        outputs = [math.floor(n * s) for n, s in zip(pixels, scales, strict=True)]
-        steps = [1 / s for s in scales]
+        return outputs, [Fraction(n, m) for n, m in zip(pixels, outputs, strict=True)]
+    scales = _fractions(name, scale)
+    outputs = [math.floor(n * s) for n, s in zip(pixels, scales, strict=True)]
     if min(outputs) < 1:
         raise ValueError(f"{name}: scale {scale} leaves no pixels of images {tuple(image_shape)}")
-    rows, columns = map(functools.partial(_taps, rule), pixels, outputs, steps)
-    return rows, columns
+    return outputs, [1 / s for s in scales]
 
 
 def _fractions(name: str, scale: Any) -> list[Fraction]:

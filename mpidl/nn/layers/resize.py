@@ -36,9 +36,9 @@ class Resize2D(Layer):
 
     def build(self, shape: Shape) -> Built:
         name = str(self.name)
-        rule = resize.checked_rule(name, self.mode, self.coordinates, self.rounding)
-        rows, columns = resize.tables(name, shape, self.size, self.scale, rule)
-        return Built((shape[0], len(rows.outputs), len(columns.outputs)))
+        resize.checked_rule(name, self.mode, self.coordinates, self.rounding)
+        outputs, _ = resize.output_size(name, shape, self.size, self.scale)
+        return Built((shape[0], *outputs))
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.resize2d(
