@@ -225,6 +225,37 @@ def test_with_all_results_at_hand_trials_would_depend_on_the_speed(read, tmp_pat
     assert all(result != results[0] for result in results[1:])
 
 
+def test_a_failed_trial_that_is_trained_again(read, tmp_path):
+    """Trials that have begun keep their options, and later trials know the new result."""
+    sweep, out = read(parallel=2), str(tmp_path / "out")
+    proposer = Proposer(sweep, out)
+    for number in range(1, 13):
+        options = proposer.options(number)
+        if number == 5:
+            proposer.folders[4]._replace(options=options).write(FAILED, "no memory")
+        else:
+            finish(proposer, number, options)
+    unchanged = Proposer(sweep, out)
+    options = [unchanged.options(number) for number in range(1, 14)]
+    finish(unchanged, 5, options[4])
+    again = [Proposer(sweep, out).options(number) for number in range(1, 14)]
+    assert again[:12] == options[:12] and again[12] != options[12]
+
+
+def test_a_judge_continues_with_more_validations(read, tmp_path):
+    """A resumed trial has the end that it would have had without the stop."""
+    sweep = read(parallel=6, pruner="asha")
+    trials = search(sweep, tmp_path / "out")
+    proposer = Proposer(sweep, str(tmp_path / "out"))
+    for number, (options, pruned_after) in enumerate(trials, 1):
+        judge = Judge(proposer, proposer.known_trials(number))
+        values = scores(options)[: pruned_after or VALIDATIONS - 1]
+        assert not judge.is_hopeless(values[:-1])
+        assert judge.is_hopeless(values[-1:]) == bool(pruned_after)
+    assert any(pruned_after for _, pruned_after in trials)
+    assert Judge(proposer, ()).is_hopeless([math.nan])
+
+
 def test_a_trial_waits_for_those_that_it_knows(read, tmp_path):
     sweep = read(parallel=4)
     proposer = Proposer(sweep, str(tmp_path))
