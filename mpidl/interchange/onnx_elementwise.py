@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpidl.interchange.onnx_builder import Unsupported, Value, operator, per_channel
-from mpidl.nn import graph
 from mpidl.nn import layers as nn
 
 SIMPLE = {
@@ -157,11 +156,8 @@ def _scale(node, builder):
     constant = np.asarray(constant, np.float64)
     if node.type == "Sub":
         return builder.affine(node, x, np.ones(1), -constant)
-    if node.type == "Mul" and constant.size > 1 and x.layer != graph.IMAGES:
-        scale = per_channel(constant, x)
-        if np.isfinite(scale).all():
-            return builder.add(node, nn.Scale(), [x], scale=scale)
-    if not (np.isfinite(constant).all() and constant.all()):
+    divides_by_0 = node.type == "Div" and not constant.all()
+    if divides_by_0 or not np.isfinite(constant).all():
         raise Unsupported("a factor is 0 or not finite")
     return builder.affine(node, x, 1 / constant if node.type == "Div" else constant, np.zeros(1))
 
