@@ -315,14 +315,21 @@ SEARCH = {
 VALIDATED = {"validation_fraction": 0.3, "validation_frequency": 1}
 
 
+@pytest.fixture
+def write_search(write):
+    """Return a function that writes the file of a search, with other values of its keys."""
+    pytest.importorskip("optuna", reason="pip install 'mpidl[search]'")
+    return lambda train=None, **keys: write(train, search=SEARCH | keys)
+
+
 def results(out):
     """Return the rows of the table without times."""
     return [{k: v for k, v in row.items() if k != "seconds"} for row in table(out)]
 
 
-def test_a_search_has_the_same_trials_on_any_number_of_groups(write, tmp_path):
+def test_a_search_has_the_same_trials_on_any_number_of_groups(write_search, tmp_path):
     """So are their results, the pruned trials and the best trial."""
-    file = write(VALIDATED, search=SEARCH)
+    file = write_search(VALIDATED)
     first, second = tmp_path / "first", tmp_path / "second"
     result = sweep(3, file, first)
     lines = jobs.output_lines(result)
@@ -343,9 +350,9 @@ def test_a_search_has_the_same_trials_on_any_number_of_groups(write, tmp_path):
 
 
 @SLOW
-def test_a_search_of_single_trials_that_is_started_again(write, tmp_path):
+def test_a_search_of_single_trials_that_is_started_again(write_search, tmp_path):
     """Single trials, such as tasks of a job array, and trials that are lost, are the same."""
-    file = write(VALIDATED, search=SEARCH)
+    file = write_search(VALIDATED)
     uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     sweep(2, file, uninterrupted)
     sweep(2, file, parts, "--trial", 1)
@@ -360,13 +367,13 @@ def test_a_search_of_single_trials_that_is_started_again(write, tmp_path):
     (parts / "trial-005" / "trial.json").unlink()
     sweep(None, file, parts)
     assert results(parts) == results(uninterrupted)
-    file = write(VALIDATED, search=SEARCH | {"parallel": 2})
+    file = write_search(VALIDATED, parallel=2)
     assert "parallel was 3, is 2" in jobs.refusal(sweep(None, file, parts, check=2))
 
 
-def test_a_search_without_its_metric_fails_at_once(write, tmp_path):
+def test_a_search_without_its_metric_fails_at_once(write_search, tmp_path):
     out = tmp_path / "out"
-    sweep(2, write(search=SEARCH | {"count": 2}), out, check=1)
+    sweep(2, write_search(count=2), out, check=1)
     assert states(out) == ["failed"] * 2
     assert table(out)[1]["error"].startswith(
         "[search] metric validation_accuracy: expected validation images (validation_data, "
@@ -375,11 +382,14 @@ def test_a_search_without_its_metric_fails_at_once(write, tmp_path):
 
 @SLOW
 @pytest.mark.parametrize("pruner", ["median", "asha"])
-def test_a_search_that_is_stopped_continues_as_if_it_had_not_been(write, tmp_path, pruner):
+def test_a_search_that_is_stopped_continues_as_if_it_had_not_been(write_search, tmp_path, pruner):
     """A signal stops trials between validations. The rest of the search is the same."""
-    search = SEARCH | {"count": 9, "pruner": pruner}
     long = {**VALIDATED, "epochs": 40, "max_iterations": "none", "validation_frequency": 5}
-    file, uninterrupted, parts = write(long, search=search), tmp_path / "whole", tmp_path / "parts"
+    file, uninterrupted, parts = (
+        write_search(long, count=9, pruner=pruner),
+        tmp_path / "whole",
+        tmp_path / "parts",
+    )
     sweep(1, file, uninterrupted)
     words = ["-m", "mpidl.sweep", file, "--out", parts]
     with launcher.start(3, *words, env=jobs.without_plots()) as job:
@@ -395,12 +405,11 @@ def test_a_search_that_is_stopped_continues_as_if_it_had_not_been(write, tmp_pat
 
 
 @SLOW
-def test_a_trial_that_is_stopped_holds_up_those_that_know_it(write, tmp_path):
+def test_a_trial_that_is_stopped_holds_up_those_that_know_it(write_search, tmp_path):
     """After a stop file, trials that know the stopped trial are not trained, and the sweep ends."""
     out = tmp_path / "out"
     endless = {**VALIDATED, "epochs": 10**6, "max_iterations": "none", "validation_frequency": 500}
-    search = SEARCH | {"count": 4, "parallel": 2, "pruner": "none"}
-    file = write(endless, search=search)
+    file = write_search(endless, count=4, parallel=2, pruner="none")
     words = ["-m", "mpidl.sweep", file, "--out", out]
     with launcher.start(2, *words, env=jobs.without_plots()) as job:
         for i in (1, 2):
