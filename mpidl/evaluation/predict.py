@@ -111,14 +111,15 @@ def predict(
     UserError
         If the network expects images of another shape, or cannot read tiles.
     """
-    images = images_for(net, images, in_tiles=tile is not None)
+    in_tiles = tile is not None or overlap is not None
+    images = images_for(net, images, in_tiles)
     if softmax is None:
         softmax = len(net.output_shape) == 1 and images.targets_shape is None
         softmax = softmax and not losses.has_separate_labels(net) and net.classes != ()
     function = scores if softmax else outputs
     options: dict[str, Any] = {"world": world, "batch_size": batch_size, "everywhere": everywhere}
     options["test_flips"] = test_flips
-    if tile is not None or overlap is not None:
+    if in_tiles:
         return _collect_tiled(net, images, function, tile=tile, overlap=overlap, **options)
     return _collect(net, images, function, shape=net.output_shape, **options)
 
@@ -207,10 +208,11 @@ def classify(
             "classify: names=True: expected a network with class names, found none (its `classes` "
             'are None): set net.classes = ("cat", "dog", ...)'
         )
-    images = images_for(net, images, in_tiles=tile is not None)
+    in_tiles = tile is not None or overlap is not None
+    images = images_for(net, images, in_tiles)
     options: dict[str, Any] = {"world": world, "batch_size": batch_size, "everywhere": everywhere}
     options["test_flips"] = test_flips
-    if tile is not None or overlap is not None:
+    if in_tiles:
         options |= {"tile": tile, "overlap": overlap, "finish": _classes_of_pixels}
         indices = _collect_tiled(net, images, class_scores, **options)
     else:

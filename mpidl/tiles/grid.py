@@ -35,11 +35,11 @@ def checked_tiling(
     `names` are those of the arguments in messages. Raises UserError if the tile is not a multiple
     of the alignment, or smaller than twice the alignment, or if the overlap is above half the tile.
     """
-    least = 2 * alignment
-    if not _is_whole(tile) or tile < least or tile % alignment:
+    minimum = 2 * alignment
+    if not _is_whole(tile) or tile < minimum or tile % alignment:
         raise UserError(
             f"{names[0]} must be a multiple of {alignment}, the factor by which layers of the "
-            f"network shrink images, and at least {least}, got {tile}"
+            f"network shrink images, and at least {minimum}, got {tile}"
         )
     overlap = tile // 8 if overlap is None else overlap
     if not _is_whole(overlap) or not 0 <= overlap <= tile // 2:
@@ -146,11 +146,11 @@ class Blend:
         first = rows.origins[row]
         is_last = row + 1 == len(rows.origins)
         count = rows.side if is_last else rows.origins[row + 1] - first
-        done = band[:, : min(count, rows.size - first), :width].copy()
+        completed = band[:, : min(count, rows.size - first), :width].copy()
         for plane in band:  # one at a time, because NumPy copies what overlaps
             plane[: rows.side - count] = plane[count:]
             plane[rows.side - count :] = 0
-        return first, done
+        return first, completed
 
 
 def _support(weights):

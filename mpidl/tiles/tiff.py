@@ -95,11 +95,11 @@ def _layout(path, page):
         return None
     layout = Layout((channels, height, width), segment, planar)
     down, across = _counts(layout)
-    expected, found = down * across * (samples if planar else 1), len(page.dataoffsets)
-    if found != expected or len(page.databytecounts) != expected:
+    count, expected = len(page.dataoffsets), down * across * (samples if planar else 1)
+    if count != expected or len(page.databytecounts) != expected:
         raise UserError(
             f"{printable(path)}: expected {expected} strips or tiles of {height}x{width} pixels, "
-            f"found {found}: the file is damaged"
+            f"found {count}: the file is damaged"
         )
     return layout
 
@@ -112,12 +112,13 @@ def _counts(layout):
 def read_window(path: str, layout: Layout, rows: slice, columns: slice) -> np.ndarray:
     """Read the pixels (C, h, w) of a window, uint8; 16-bit pixels keep their high 8 bits.
 
-    Segments without data, which some programs do not write, are 0.
+    Segments without data, which some programs do not write, are 0. Raises UserError, which names
+    the file, if it is damaged.
     """
     out = np.zeros((layout.shape[0], rows.stop - rows.start, columns.stop - columns.start), "u1")
     down, across = _counts(layout)
     height, width = layout.segment
-    with _first_page(path) as page:
+    with reading(path), _first_page(path) as page:
         if _layout(path, page) != layout:
             raise ValueError("the file has changed")
         for plane in range(layout.shape[0] if layout.is_planar else 1):
@@ -157,9 +158,9 @@ def _segment(page, number):
 def _copy(pixels, origin, out, window):
     """Copy the part of a segment (h, w, samples) at `origin` that is in a window to `out`."""
     sources, targets = [], []
-    for start, extent, wanted in zip(origin, pixels.shape[:2], window, strict=True):
-        first, stop = max(start, wanted.start), min(start + extent, wanted.stop)
+    for start, extent, span in zip(origin, pixels.shape[:2], window, strict=True):
+        first, stop = max(start, span.start), min(start + extent, span.stop)
         sources.append(slice(first - start, stop - start))
-        targets.append(slice(first - wanted.start, stop - wanted.start))
+        targets.append(slice(first - span.start, stop - span.start))
     part = pixels[tuple(sources)][:, :, : len(out)]
     out[:, targets[0], targets[1]] = np.moveaxis(part, -1, 0)

@@ -120,15 +120,15 @@ class TiledNetwork:
             images = preprocessed(tiles, preprocess) if preprocess else tiles
             blend = Blend(grids[numbers[0]])
             for indices, scores in run(for_tiles(self.net, grids[numbers[0]].tile_size), images):
-                done = []
+                bands = []
                 for i, values in zip(indices, scores, strict=True) if indices is not None else ():
                     picture, row, column = tiles.place(int(i))
                     if row == column == 0:
                         blend = Blend(grids[numbers[picture]])
                     band = blend.add(values)
                     if band is not None:
-                        done.append(Band(numbers[picture], *band))
-                yield done
+                        bands.append(Band(numbers[picture], *band))
+                yield bands
 
 
 def tiles_per_batch(batch_size: int, world: World) -> int:
