@@ -109,14 +109,13 @@ def _onnxruntime_scores(path, images):
 def _pytorch_scores(name, path, images):
     """Load the file with torchvision's names into torchvision's network, and return its scores."""
     import safetensors.torch
-    import torch
 
     from benchmarks import torch_networks  # requires PyTorch
 
-    oracle = torch_networks.create(name)
+    classes = 21 if name in zoo.PIXEL_NETWORKS else 1000
+    oracle = torch_networks.create(name, classes)
     oracle.load_state_dict(safetensors.torch.load_file(path))
-    with torch.no_grad():
-        return oracle(torch.tensor(images)).numpy()
+    return torch_networks.scores(oracle, images)
 
 
 def _difference(scores, expected):

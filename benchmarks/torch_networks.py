@@ -4,6 +4,7 @@ The wheels of torchvision need a GPU build of PyTorch for a few operators, such 
 suppression. No network here uses these operators, so with a CPU build it is enough to declare them.
 """
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,6 +25,13 @@ def torchvision_models():
     import torchvision.models.segmentation
 
     return torchvision.models
+
+
+def scores(net: nn.Module, images: np.ndarray) -> np.ndarray:
+    """Return the scores of a network, also of one that returns a dictionary."""
+    with torch.no_grad():
+        result = net(torch.tensor(images))
+    return (result["out"] if isinstance(result, dict) else result).numpy()
 
 
 def create(name: str, classes: int = 1000) -> nn.Module:

@@ -49,10 +49,20 @@ WINGS = {  # {folder in mpidl/, with dots: wing}
         command="report",
         summary="Show the results of runs, or write a page about them",
     ),
+    "published": Wing(
+        purpose="networks with published weights",
+        command="fetch",
+        summary="Download published weights",
+    ),
     "certificates": Wing(
         purpose="certificates of training runs, and their audits",
         command="audit",
         summary="Check a certified run, and replay parts of it",
+    ),
+    "explanations": Wing(
+        purpose="maps that explain the decisions of networks",
+        command="explain",
+        summary="Show which pixels decide about the classes of images",
     ),
     "backends.gpu": Wing(purpose="computing on GPUs"),
     "data.storage": Wing(purpose="images in object stores, such as s3:// and https://"),

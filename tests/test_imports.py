@@ -26,7 +26,8 @@ EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
 PERFORMANCE = TRAINING | {"training"}
-CLI = INTERCHANGE | {"certificates", "interchange", "performance", "sweeps", "trackers"}
+CLI = INTERCHANGE | {"certificates", "explanations", "interchange"}
+CLI |= {"performance", "published", "sweeps", "trackers"}
 MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "core": set(),
     "tape": {"core"},
@@ -46,9 +47,11 @@ MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "training": TRAINING | {"trackers", "certificates"},
     "interchange": INTERCHANGE,
     "performance": PERFORMANCE,
+    "published": INTERCHANGE | {"interchange"},
     "sweeps": TRAINING | {"training"},
     "trackers": TRAINING | {"training"},
     "certificates": TRAINING | {"training"},
+    "explanations": TRAINING,
     "cli": CLI,
 }
 COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __init__.py
@@ -61,6 +64,7 @@ ONLY_IN = {
     "fsspec": ("mpidl.data.storage.store",),
 }
 ONLY_LATE = {"cupy", "h5py", "matplotlib", "ml_dtypes", "onnx", "rich", "safetensors", "torch"}
+ONLY_LATE |= {"huggingface_hub"}
 ONLY_LATE |= {"aiohttp", "asyncio", "bokeh", "fsspec", "jinja2", "ssl", "tornado", "yarl"}
 ONLY_LATE |= {"mlflow", "tensorboardX", "wandb"}
 # Modules that others import only inside functions, on ranks with a GPU. They use the wing.

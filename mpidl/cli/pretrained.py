@@ -27,6 +27,7 @@ from mpidl.training.options.configuration import WEIGHTS, Resolved
 from mpidl.training.options.run_inputs import INPUTS, TransferInputs
 from mpidl.training.options.training_options import TrainingOptions
 
+PUBLISHED = "published"  # a value of --weights: those of the network of the zoo
 RUN = tuple(declared(TransferInputs))  # inputs of a run that need a weight file
 
 
@@ -79,6 +80,8 @@ def load(
         raise UserError(
             f"--weights {printable(path)}: expected a file on a file system, found a URL"
         )
+    if path == PUBLISHED:
+        path, typed = _published_path(run["network"], saved, world), typed and saved is None
     net = None if saved is None else _described(arrays, facts)
     if saved is not None and net is not None:
         if typed and path == saved["path"]:  # a job script repeats --weights
@@ -110,6 +113,15 @@ def load(
     elif name is None:
         net.normalization.need_known()
     return Pretrained(net, file, False)
+
+
+def _published_path(network, saved, world):
+    """Return the path of the published weights; in a resumed run, the path when it started."""
+    if saved is not None:
+        return saved["path"]
+    from mpidl.published import sources
+
+    return on_rank_0(world, lambda: sources.find(str(network)).path)
 
 
 def _chosen_normalization(resolved):

@@ -40,6 +40,11 @@ KERAS = {
 }
 
 
+# {network of torchvision and timm: its normalization}; those of the others are "imagenet".
+# torchvision's network begins with a map from "imagenet" to these pixels.
+PIXELS = {"inception_v3": "0.5,0.5,0.5/0.5,0.5,0.5"}
+
+
 class Scaling(NamedTuple):
     """The map (image - centre) / divisor at the beginning of a graph, in arrays of 3 axes."""
 
@@ -186,7 +191,7 @@ def _published(net, arrays, nodes):
         if library is not None:
             reason = f"as in {library}'s {name} for {IMAGENET_CLASSES} classes, from the names and "
             reason += "shapes of the weights"
-            return replace(normalize.fixed("imagenet", 3), reason=reason)
+            return replace(normalize.fixed(PIXELS.get(name, "imagenet"), 3), reason=reason)
     return None
 
 

@@ -156,7 +156,8 @@ def _scale(node, builder):
     constant = np.asarray(constant, np.float64)
     if node.type == "Sub":
         return builder.affine(node, x, np.ones(1), -constant)
-    if not (np.isfinite(constant).all() and constant.all()):
+    divides_by_0 = node.type == "Div" and not constant.all()
+    if divides_by_0 or not np.isfinite(constant).all():
         raise Unsupported("a factor is 0 or not finite")
     return builder.affine(node, x, 1 / constant if node.type == "Div" else constant, np.zeros(1))
 

@@ -82,6 +82,16 @@ def _cross_channel_norm(layer, shape):
     return "LRN", {"size": layer.window, **{k: float(v) for k, v in constants.items()}}
 
 
+def _layer_norm(layer, shape):
+    if _is_of_pixels(layer, shape):
+        return "Transpose", {"perm": [0, 3, 1, 2]}  # after another one; see FIRST_NODES
+    return "LayerNormalization", {"axis": 1, "epsilon": float(layer.epsilon)}
+
+
+def _is_of_pixels(layer, shape):
+    return layer.over == "channels" and len(shape) == 3
+
+
 def _resize(layer, shape):
     rule = checked_rule(layer.name, layer.mode, layer.coordinates, layer.rounding)
     return "Resize", {
@@ -120,6 +130,12 @@ OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]
         {"epsilon": float(layer.epsilon), "momentum": 1.0 - layer.decay},
     ),
     nn.CrossChannelNorm: _cross_channel_norm,
+    nn.LayerNorm: _layer_norm,
+    nn.GroupNorm: lambda layer, shape: ("Add" if layer.affine else "Reshape", {}),
+    nn.InstanceNorm: lambda layer, shape: (
+        "InstanceNormalization",
+        {"epsilon": float(layer.epsilon)},
+    ),
     nn.ReLU: lambda layer, shape: ("Relu", {}),
     nn.LeakyReLU: lambda layer, shape: ("LeakyRelu", {"alpha": float(layer.scale)}),
     nn.PReLU: lambda layer, shape: ("PRelu", {}),
@@ -182,6 +198,21 @@ def _groups(layer, shape):
     return {"groups": groups, "shape": np.array([0, *shape], np.int64)}
 
 
+def _grouped(layer, shape):
+    ones, zeros = (np.full(layer.groups, number, np.float32) for number in (1, 0))
+    groups = {"groups": np.array([0, layer.groups, -1], np.int64), "ones": ones, "zeros": zeros}
+    return groups | {"shape": np.array([0, *shape], np.int64)}
+
+
+def _unit_factors(layer, shape):
+    """Return gamma and beta for a layer without them. Beta is omitted if it is optional."""
+    if layer.affine:
+        return {}
+    if isinstance(layer, nn.LayerNorm):
+        return {"ones": np.ones(shape if layer.over == "image" else shape[:1], np.float32)}
+    return {"ones": np.ones(shape[:1], np.float32), "zeros": np.zeros(shape[:1], np.float32)}
+
+
 def _channel_range(layer, shape):
     numbers = {"start": layer.start, "stop": layer.stop, "axis": 1}
     return {name: np.array([number], np.int64) for name, number in numbers.items()}
@@ -195,6 +226,9 @@ CONSTANTS: dict[type[nn.Layer], Callable[[Any, Shape], dict[str, Any]]] = {
     nn.ChannelShuffle: _groups,
     nn.ChannelSlice: _channel_range,
     nn.Clip: _clip_limits,
+    nn.GroupNorm: _grouped,
+    nn.InstanceNorm: _unit_factors,
+    nn.LayerNorm: _unit_factors,
     nn.Pad2D: _pads,
     nn.Resize2D: _sizes,
 }
@@ -226,6 +260,27 @@ def _before_shuffle(layer, shape, inputs, add):
     return [add("Transpose", [x], f"{layer.name}.exchanged", perm=permutation), joined]
 
 
+def _before_channels_first(layer, shape, inputs, add):
+    if not _is_of_pixels(layer, shape):
+        return inputs
+    x, *factors = inputs
+    x = add("Transpose", [x], f"{layer.name}.channels_last", perm=[0, 2, 3, 1])
+    attributes = {"axis": -1, "epsilon": float(layer.epsilon)}
+    return [add("LayerNormalization", [x, *factors], f"{layer.name}.normalized", **attributes)]
+
+
+def _before_offset(layer, shape, inputs, add):
+    """Normalize groups as PyTorch does, because GroupNormalization differs between opsets."""
+    x, *factors, groups, ones, zeros, image = inputs
+    x, epsilon = add("Reshape", [x, groups], f"{layer.name}.grouped"), float(layer.epsilon)
+    x = add("InstanceNormalization", [x, ones, zeros], f"{layer.name}.normalized", epsilon=epsilon)
+    if not layer.affine:
+        return [x, image]
+    gamma, beta = factors
+    x = add("Reshape", [x, image], f"{layer.name}.image")
+    return [add("Mul", [x, gamma], f"{layer.name}.scaled"), beta]
+
+
 def _before_product(layer, shape, inputs, add):
     return [*inputs, add("Sigmoid", inputs, f"{layer.name}.sigmoid")]
 
@@ -235,6 +290,8 @@ def _before_product(layer, shape, inputs, add):
 FIRST_NODES: dict[type[nn.Layer], Callable[..., list[str]]] = {
     nn.AdaptiveAveragePool2D: _before_pooling,
     nn.ChannelShuffle: _before_shuffle,
+    nn.GroupNorm: _before_offset,
+    nn.LayerNorm: _before_channels_first,
     nn.Swish: _before_product,
 }
 
@@ -318,13 +375,14 @@ def _scaling(net):
 
 
 def _broadcastable(net, arrays):
-    """Return learnables with slopes reshaped to (C, 1, 1), so that ONNX can broadcast them."""
+    """Return learnables of channels, reshaped to (C, 1, 1), so that ONNX can broadcast them."""
     shapes, reshaped = dict(zip(net.layer_names, net.output_shapes, strict=True)), dict(arrays)
     for layer in net.layers:
-        if isinstance(layer, nn.PReLU):
-            name = f"{layer.name}.slope"
-            axes_after = len(shapes[layer.name]) - 1
-            reshaped[name] = reshaped[name].reshape(-1, *(1,) * axes_after)
+        names = {nn.PReLU: ("slope",), nn.GroupNorm: ("gamma", "beta")}.get(type(layer), ())
+        for name in (f"{layer.name}.{name}" for name in names):
+            if name in reshaped:
+                axes_after = len(shapes[layer.name]) - 1
+                reshaped[name] = reshaped[name].reshape(-1, *(1,) * axes_after)
     return reshaped
 
 

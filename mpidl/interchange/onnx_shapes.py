@@ -49,6 +49,9 @@ def _reshape(node, builder):
     groups, pixels = tuple(sizes[1:3]), tuple(sizes[3:])
     if is_batch and not x.order and (int(np.prod(groups)), *pixels) == x.shape:
         return x._replace(groups=groups)
+    are_groups = len(sizes) == 3 and groups[0] > 0 and x.shape[0] % groups[0] == 0
+    if is_batch and not x.order and are_groups and int(np.prod(groups)) == features:
+        return x._replace(groups=groups)
     raise Unsupported(f"it reshapes {('N', *x.graph_shape())} to {sizes}")
 
 

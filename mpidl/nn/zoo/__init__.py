@@ -24,9 +24,11 @@ from mpidl.nn.zoo.torchvision.classic import vgg16 as vgg16
 from mpidl.nn.zoo.torchvision.classic import vgg16_bn as vgg16_bn
 from mpidl.nn.zoo.torchvision.classic import vgg19 as vgg19
 from mpidl.nn.zoo.torchvision.classic import vgg19_bn as vgg19_bn
+from mpidl.nn.zoo.torchvision.deeplab import deeplabv3_resnet50 as deeplabv3_resnet50
 from mpidl.nn.zoo.torchvision.densenet import densenet121 as densenet121
 from mpidl.nn.zoo.torchvision.inception import inception_v3 as inception_v3
 from mpidl.nn.zoo.torchvision.mobile import mobilenet_v2 as mobilenet_v2
+from mpidl.nn.zoo.torchvision.mobile import shufflenet_v2_x1_0 as shufflenet_v2_x1_0
 from mpidl.nn.zoo.torchvision.resnet import resnet18 as resnet18
 from mpidl.nn.zoo.torchvision.resnet import resnet34 as resnet34
 from mpidl.nn.zoo.torchvision.resnet import resnet50 as resnet50
@@ -38,4 +40,5 @@ NETWORKS: dict[str, Callable[..., Any]] = {
 RECIPES: dict[str, dict[str, Any]] = {
     name: recipe for family in _FAMILIES for name, recipe in family.RECIPES.items()
 }
-PIXEL_NETWORKS = tuple(segmentation.NETWORKS)  # networks whose outputs are images
+# networks whose outputs are images
+PIXEL_NETWORKS = (*segmentation.NETWORKS, *torchvision.deeplab.NETWORKS)

@@ -40,8 +40,9 @@ class NetworkInputs:
     )
     weights: str | None = option(
         text_or_none("FILE"),
-        "Start from the weights in FILE (model.h5 of a run, ONNX or safetensors). A new layer for "
-        "the classes of --data replaces the last layer with learnables, unless FILE has the same "
+        "Start from the weights in FILE (model.h5 of a run, ONNX, safetensors or PyTorch's .pth), "
+        "or, with the word published, from the published weights of --network. A new layer for the "
+        "classes of --data replaces the last layer with learnables, unless FILE has the same "
         "classes. Without --network, the network is the one that FILE describes",
         default=None,
     )

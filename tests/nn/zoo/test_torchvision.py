@@ -23,6 +23,8 @@ LEARNABLES = {
     "mobilenet_v2": 3_504_872,
     "densenet121": 7_978_856,
     "inception_v3": 23_834_568,
+    "shufflenet_v2_x1_0": 2_278_604,
+    "deeplabv3_resnet50": 39_638_869,
 }
 FAST = {"resnet18", "squeezenet1_1"}
 NAMES = [
@@ -40,14 +42,17 @@ def undrawn(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_learnables_and_shapes(name, undrawn):
     """Build networks for small images. For 224x224 images, count the learnables from the shapes."""
-    net, shapes, learnables = zoo.NETWORKS[name]((3, 64, 64)), {"images": (3, 224, 224)}, 0
+    is_small = name not in zoo.PIXEL_NETWORKS  # their layers depend on the size of the images
+    net = zoo.NETWORKS[name]((3, 64, 64) if is_small else (3, 224, 224))
+    shapes, learnables = {"images": (3, 224, 224)}, 0
     for layer, reads in zip(net.layers, net.reads, strict=True):
         inputs = tuple(shapes[read] for read in reads)
         built = layer.build(inputs if len(inputs) > 1 else inputs[0])
         shapes[layer.name] = built.output_shape
         learnables += sum(int(np.prod(shape)) for shape, _ in built.learnables.values())
     assert learnables == LEARNABLES[name]
-    assert net.output_shape == shapes[net.layer_names[-1]] == (1000,)
+    output = (1000,) if is_small else (21, 224, 224)
+    assert net.output_shape == shapes[net.layer_names[-1]] == output
     maps = {
         "vgg16": ("features_30", (512, 7, 7)),
         "vgg19_bn": ("features_52", (512, 7, 7)),
@@ -55,6 +60,7 @@ def test_learnables_and_shapes(name, undrawn):
         "resnet50": ("layer4_2_relu", (2048, 7, 7)),
         "squeezenet1_1": ("features_12", (512, 13, 13)),
         "mobilenet_v2": ("features_17_conv_3", (320, 7, 7)),
+        "deeplabv3_resnet50": ("backbone_layer4_2_relu", (2048, 28, 28)),
     }
     if name in maps:
         layer, shape = maps[name]

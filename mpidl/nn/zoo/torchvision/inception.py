@@ -11,17 +11,17 @@ from mpidl.nn.zoo.torchvision.recipe import RECIPE
 
 SHAPE = (3, 299, 299)
 Size: TypeAlias = "int | tuple[int, int]"
-SAME, VALID = True, False  # whether a convolution is padded, so that it keeps rows and columns
+PADDED, UNPADDED = True, False  # whether a convolution is padded, so that it keeps rows and columns
 ROW, COLUMN = (1, 7), (7, 1)
 
 # (name, size, filters, stride, padded) of each convolution before the first module; None: pooling
 STEM = (
-    ("Conv2d_1a_3x3", 3, 32, 2, VALID),
-    ("Conv2d_2a_3x3", 3, 32, 1, VALID),
-    ("Conv2d_2b_3x3", 3, 64, 1, SAME),
+    ("Conv2d_1a_3x3", 3, 32, 2, UNPADDED),
+    ("Conv2d_2a_3x3", 3, 32, 1, UNPADDED),
+    ("Conv2d_2b_3x3", 3, 64, 1, PADDED),
     None,
-    ("Conv2d_3b_1x1", 1, 80, 1, VALID),
-    ("Conv2d_4a_3x3", 3, 192, 1, VALID),
+    ("Conv2d_3b_1x1", 1, 80, 1, UNPADDED),
+    ("Conv2d_4a_3x3", 3, 192, 1, UNPADDED),
     None,
 )
 

@@ -85,8 +85,83 @@ def mobilenet_v2(
     return nn.Network(layers, input_shape, seed=seed)
 
 
+SHUFFLENET_STAGES = ((116, 4), (232, 8), (464, 4))  # (channels, blocks) of ShuffleNetV2 x1.0
+
+
+def _branch(
+    prefix: str, first: int, channels: int, *, stride: int | None = None, after: str | None = None
+) -> list[nn.Layer]:
+    """Return a convolution PREFIX_FIRST and its batch normalization.
+
+    With a stride, it is a 3x3 convolution of each channel. Otherwise, it is a 1x1 convolution, and
+    a ReLU follows.
+    """
+    if stride is None:
+        conv, activation = nn.Conv2D(1, channels), [nn.ReLU(name=f"{prefix}_{first + 2}")]
+    else:
+        conv, activation = nn.Conv2D(3, channels, padding=1, groups=channels, stride=stride), []
+    conv.name, conv.bias, conv.after = f"{prefix}_{first}", False, after
+    return [conv, nn.BatchNorm(name=f"{prefix}_{first + 1}"), *activation]
+
+
+def _shuffle_block(
+    prefix: str, before: str, channels: int, inputs: int, halves: bool
+) -> list[nn.Layer]:
+    """Return a block of ShuffleNetV2, which reads the layer `before` with `inputs` channels.
+
+    If the block halves the rows and columns, both branches read all channels. Otherwise, the first
+    half of the channels passes unchanged.
+    """
+    half, stride, branch = channels // 2, 2 if halves else 1, f"{prefix}_branch2"
+    if halves:
+        other = f"{prefix}_branch1"
+        layers = _branch(other, 0, inputs, stride=stride, after=before) + _branch(other, 2, half)
+        layers += _branch(branch, 0, half, after=before)
+        passed = f"{other}_4"
+    else:
+        passed = f"{prefix}_unchanged"
+        layers = [
+            nn.ChannelSlice(0, half, name=passed, after=before),
+            nn.ChannelSlice(half, channels, name=f"{prefix}_changed", after=before),
+            *_branch(branch, 0, half),
+        ]
+    layers += _branch(branch, 3, half, stride=stride) + _branch(branch, 5, half)
+    layers.append(nn.Concat(inputs=(passed, f"{branch}_7"), name=f"{prefix}_concat"))
+    return [*layers, nn.ChannelShuffle(2, name=prefix)]
+
+
+@builds_network
+def shufflenet_v2_x1_0(
+    input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0
+) -> nn.Network:
+    """Return ShuffleNetV2 x1.0, with 2,278,604 learnables for 1000 classes.
+
+    A block convolves half of the channels, and concatenates them with the other half. Then the
+    channels are shuffled, so that the next block convolves both halves.
+
+    Notes
+    -----
+    See Ma, Zhang, Zheng and Sun, "ShuffleNet V2: practical guidelines for efficient CNN
+    architecture design", 2018, table 5.
+    """
+    inputs = 24
+    layers: list[nn.Layer] = [
+        nn.Conv2D(3, inputs, stride=2, padding=1, bias=False, name="conv1_0"),
+        nn.BatchNorm(name="conv1_1"),
+        nn.ReLU(name="conv1_2"),
+        nn.MaxPool2D(3, stride=2, padding=1, name="maxpool"),
+    ]
+    for stage, (channels, blocks) in enumerate(SHUFFLENET_STAGES, 2):
+        for i in range(blocks):
+            before = str(layers[-1].name)
+            layers += _shuffle_block(f"stage{stage}_{i}", before, channels, inputs, i == 0)
+            inputs = channels
+    layers += [*_branch("conv5", 0, 1024), nn.GlobalAveragePool2D(), nn.Dense(classes, name="fc")]
+    return nn.Network(layers, input_shape, seed=seed)
+
+
 NETWORKS: dict[str, Callable[..., nn.Network]] = {
-    create.__name__: create for create in (mobilenet_v2,)
+    create.__name__: create for create in (mobilenet_v2, shufflenet_v2_x1_0)
 }
 RECIPES: dict[str, dict[str, Any]] = {
     "mobilenet_v2": RECIPE
@@ -95,6 +170,17 @@ RECIPES: dict[str, dict[str, Any]] = {
         "learn_rate_drop_factor": 0.98,
         "learn_rate_drop_period": 1,
         "l2": 4e-5,
+        "epochs": 300,
+    },
+    "shufflenet_v2_x1_0": RECIPE
+    | {
+        "learning_rate": 0.5,
+        "learn_rate_schedule": "cosine",
+        "warmup_epochs": 5,
+        "label_smoothing": 0.1,
+        "batch_size": 1024,
+        "scale_rate": 1024,
+        "l2": 2e-5,
         "epochs": 300,
     },
 }

@@ -1,0 +1,1 @@
+"""Networks with published weights: where the weights are, and how to copy them to a cluster."""

@@ -1,0 +1,93 @@
+"""`mpidl fetch`: download published weights, on a machine with internet."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+from mpidl.cli.parser import Parser
+from mpidl.errors import Fault, UserError
+from mpidl.files import reason
+from mpidl.published import sources
+from mpidl.published.catalog import CATALOG, WEIGHTS, published
+from mpidl.ranks import failure
+from mpidl.text import aligned, printable
+
+
+def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the arguments of mpidl.fetch; `arguments.train` describes parameters and errors."""
+    parser = Parser(
+        "mpidl.fetch",
+        "Download published weights from the Hugging Face hub, for dl.pretrained and for train\n"
+        "--weights published. Run it on a machine with internet, such as a login node.",
+        quiet,
+        epilog="exit codes: 0 success; 1 the download failed; 2 invalid options",
+    )
+    parser.add_argument(
+        "networks", metavar="NAME", nargs="*", help=f"Networks: {', '.join(CATALOG)}"
+    )
+    parser.text(
+        "--folder",
+        "DIR",
+        "Write DIR/NAME.safetensors and the names of the classes instead of filling the cache of "
+        f"the hub; on another machine, set {sources.FOLDER} to a copy of the folder",
+    )
+    parser.switch("--list", "List the networks, their repositories and what this machine has")
+    parsed = parser.parse(argv)
+    if not parsed.list and not parsed.networks:
+        raise UserError("fetch: expected the name of a network, or --list, found none")
+    return parsed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parsed = parse(argv, quiet=failure.launched_rank() > 0)
+    if failure.launched_ranks() is not None:
+        raise UserError("fetch uses one process: run it without mpirun")
+    if parsed.list:
+        head = ("network", "repository", "licence", "on this machine")
+        rows = [
+            (name, repository, CATALOG[name].licence, origin or "no")
+            for name, repository, origin in sources.listed()
+        ]
+        print("\n".join(aligned([head, *rows], left=4)))
+        return 0
+    for name in parsed.networks:
+        published(name)
+    hub: Any = sources.hub()
+    for name in parsed.networks:
+        path = _download(hub, published(name).repository, WEIGHTS, "model")
+        print(f"{name}: {_copied(path, parsed.folder, f'{name}.safetensors')}")
+    repository, file = sources.LABELS
+    path = _download(hub, repository, file, "dataset")
+    print(f"class names: {_copied(path, parsed.folder, sources.CLASS_FILE)}")
+    return 0
+
+
+def _download(hub, repository, file, kind):
+    """Download a file into the cache of the hub, and return its path."""
+    try:
+        return hub.hf_hub_download(repository, file, repo_type=kind)
+    except Exception as error:  # the library raises errors of many packages
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Fault(
+            f"{repository}: {file} cannot be downloaded: {text:.300}; fetch needs internet, or "
+            "HF_ENDPOINT with the address of a mirror"
+        ) from error
+
+
+def _copied(path, folder, name):
+    """Copy a file to a folder, if there is one, and return the path of the file to use."""
+    if folder is None:
+        return printable(path)
+    target = os.path.join(folder, name)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        shutil.copyfile(path, f"{target}.part")
+        os.replace(f"{target}.part", target)
+    except OSError as error:
+        raise UserError(f"{printable(target)}: cannot be written: {reason(error)}") from error
+    return printable(target)
