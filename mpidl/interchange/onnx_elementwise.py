@@ -163,7 +163,7 @@ def _scale(node, builder):
 
 
 def _gated(node, builder):
-    """Add x * Sigmoid(x) or x * HardSigmoid(x), with the factors in either order."""
+    """Add a product of two values, x * Sigmoid(x) or x * HardSigmoid(x) as one activation."""
     for i in (0, 1):
         x, gate = node.value(i, any_order=True), node.value(1 - i, any_order=True)
         layer = builder.layers[-1] if builder.layers else None
@@ -174,4 +174,7 @@ def _gated(node, builder):
         )
         if (is_hard or isinstance(layer, nn.Sigmoid)) and builder.remove(gate, type(layer)):
             return builder.add(node, nn.HardSwish() if is_hard else nn.Swish(), [x])
-    raise Unsupported("it combines two values, or a constant with a value")
+    factors = same_order([node.value(i, any_order=True) for i in (0, 1)])
+    if len(factors[0].shape) != len(factors[1].shape):
+        raise Unsupported("it multiplies features by images")
+    return builder.add(node, nn.Multiply(), factors)

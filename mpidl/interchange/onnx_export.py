@@ -161,6 +161,9 @@ OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]
     nn.Flatten: lambda layer, shape: ("Flatten", {"axis": 1}),
     nn.Pad2D: lambda layer, shape: ("Pad", {}),
     nn.Dense: lambda layer, shape: ("Gemm", {"transB": 1}),
+    nn.Multiply: lambda layer, shape: ("Mul", {}),
+    nn.Scale: lambda layer, shape: ("Mul", {}),
+    nn.StochasticDepth: lambda layer, shape: ("Identity", {}),
     nn.Add: lambda layer, shape: ("Sum", {}),
     nn.Concat: lambda layer, shape: ("Concat", {"axis": 1}),
 }
@@ -374,16 +377,35 @@ def _scaling(net):
     return {CENTRE: centre.reshape(shape), DIVISOR: divisor.reshape(shape)}
 
 
+# {layer class: its learnables with a number per channel that elementwise operators read}
+OF_CHANNELS: dict[type[nn.Layer], tuple[str, ...]] = {
+    nn.PReLU: ("slope",),
+    nn.Scale: ("scale",),
+    nn.GroupNorm: ("gamma", "beta"),
+}
+
+
 def _broadcastable(net, arrays):
     """Return learnables of channels, reshaped to (C, 1, 1), so that ONNX can broadcast them."""
     shapes, reshaped = dict(zip(net.layer_names, net.output_shapes, strict=True)), dict(arrays)
     for layer in net.layers:
-        names = {nn.PReLU: ("slope",), nn.GroupNorm: ("gamma", "beta")}.get(type(layer), ())
+        names = OF_CHANNELS.get(type(layer), ())
         for name in (f"{layer.name}.{name}" for name in names):
             if name in reshaped:
                 axes_after = len(shapes[layer.name]) - 1
                 reshaped[name] = reshaped[name].reshape(-1, *(1,) * axes_after)
     return reshaped
+
+
+def _factors(layer, ranks, inputs, add):
+    """Return the inputs of a product, with features (C,) as (C, 1, 1) if the other has images."""
+    factors = list(inputs)
+    for i in range(2):
+        if ranks[i] < ranks[1 - i]:
+            prefix, axes = f"{layer.name}.{i}", list(range(2, 1 + ranks[1 - i]))
+            constant = add("Constant", [], f"{prefix}.axes", value_ints=axes)
+            factors[i] = add("Unsqueeze", [inputs[i], constant], f"{prefix}.images")
+    return factors
 
 
 def _nodes(onnx, net, normalize_images):
@@ -399,10 +421,14 @@ def _nodes(onnx, net, normalize_images):
             operator = "Sub" if array == CENTRE else "Div"
             names[IMAGES] = add(operator, [names[IMAGES], array], f"{array}d")
     arrays = list(net.parameters | net.state)
+    shapes = {IMAGES: net.input_shape} | dict(zip(net.layer_names, net.output_shapes, strict=True))
     for (layer, shape), reads in zip(_input_shapes(net), net.reads, strict=True):
         inputs = [names[read] for read in reads]
         if isinstance(layer, nn.Dense) and len(shape) > 1:
             inputs = [add("Flatten", inputs, f"{layer.name}.images", axis=1)]
+        if isinstance(layer, nn.Multiply):
+            ranks = [len(shapes[read]) for read in reads]
+            inputs = _factors(layer, ranks, inputs, add)
         inputs += [name for name in arrays if name.rpartition(".")[0] == layer.name]
         constants = _constants(layer, shape)
         inputs += ["" if constants[name] is None else name for name in constants]

@@ -260,6 +260,8 @@ class SearchHook:
         newest = validation.last_iteration, position.rollbacks
         if self._proposer.search.pruner == "none" or newest in (self._judged_at, (0, 0)):
             return
+        if self.pruned_after is not None:
+            return  # the run ends after the current mini-batch, whose validation does not count
         self._judged_at = newest
         if position.iteration >= trainer.total_iterations:
             return  # the trial has its result

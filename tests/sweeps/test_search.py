@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from image_sets import refusal
 
 from mpidl.core import keyed
 from mpidl.sweeps import sweep_file, trial_folder
-from mpidl.sweeps.search import Judge, Proposer
+from mpidl.sweeps.search import Judge, Proposer, SearchHook
 from mpidl.sweeps.trial_folder import COMPLETE, FAILED, PRUNED
 
 optuna = pytest.importorskip("optuna", reason="pip install 'mpidl[search]'")
@@ -254,6 +255,40 @@ def test_a_judge_continues_with_more_validations(read, tmp_path):
         assert judge.is_hopeless(values[-1:]) == bool(pruned_after)
     assert any(pruned_after for _, pruned_after in trials)
     assert Judge(proposer, ()).is_hopeless([math.nan])
+
+
+def fake_trainer(values, iterations=VALIDATIONS):
+    """Return what the hook of a search reads of a trainer that has validated."""
+    validation = SimpleNamespace(store="images", last_iteration=len(values))
+    trainer = SimpleNamespace(stops=0, validation=validation, total_iterations=iterations)
+    trainer.position = SimpleNamespace(iteration=len(values), rollbacks=0)
+    trainer.history = SimpleNamespace(validation=SimpleNamespace(accuracy=np.array(values)))
+    trainer.world = SimpleNamespace(rank=0, broadcast=lambda value: value)
+    trainer.stop = lambda: setattr(trainer, "stops", trainer.stops + 1)
+    return trainer
+
+
+def test_the_hook_ends_a_hopeless_trial(read, tmp_path):
+    """The end is the same if a run continues that was killed just after a hopeless validation."""
+    sweep = read(parallel=2, pruner="median")
+    trials = search(sweep, tmp_path / "out")
+    proposer = Proposer(sweep, str(tmp_path / "out"))
+    number, options, end = next((i, o, end) for i, (o, end) in enumerate(trials, 1) if end)
+    values = scores(options)
+    for beginning in range(1, end + 1):  # of the records of the killed run
+        hook = SearchHook(proposer, number)
+        hook.start(fake_trainer(values[:beginning]))
+        for count in range(beginning + 1, VALIDATIONS):
+            trainer = fake_trainer(values[:count])
+            hook.step(trainer)
+            assert trainer.stops == (count == end)
+        assert hook.pruned_after == end
+    hook = SearchHook(proposer, number)
+    hook.start(fake_trainer(values[:end], iterations=end))  # the trial has its result
+    assert hook.pruned_after is None
+    trainer.validation.store = None
+    error = refusal(SearchHook(proposer, number).start, trainer)
+    assert error.startswith("[search] metric validation_accuracy: expected validation images (")
 
 
 def test_a_trial_waits_for_those_that_it_knows(read, tmp_path):
