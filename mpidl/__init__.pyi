@@ -49,6 +49,8 @@ from mpidl.nn.layers.base import Layer as Layer
 from mpidl.nn.layers.convolution import *
 from mpidl.nn.layers.dense import *
 from mpidl.nn.layers.dropout import *
+from mpidl.nn.layers.gates import *
+from mpidl.nn.layers.group_norm import *
 from mpidl.nn.layers.joins import *
 from mpidl.nn.layers.normalization import *
 from mpidl.nn.layers.pooling import *
@@ -64,6 +66,8 @@ from mpidl.ops.concat import *
 from mpidl.ops.conv import *
 from mpidl.ops.dense import *
 from mpidl.ops.dropout import *
+from mpidl.ops.gates import *
+from mpidl.ops.group_norm import *
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
 from mpidl.ops.overlap import *

@@ -62,6 +62,9 @@ NAMES: dict[str, str] = {
     "avgpool": "dl.average_pool2d(x, size, stride=...)",
     "leakyrelu": "dl.leaky_relu(x, scale)",
     "crosschannelnorm": "dl.cross_channel_norm(x, window)",
+    "groupnorm": "dl.group_norm(x, gamma, beta, groups=...)",
+    "instancenorm": "dl.instance_norm(x, gamma, beta)",
+    "layernorm": "dl.layer_norm(x, gamma, beta)",
     # data
     "imageDatastore": "dl.ImageFolder(folder, world)",
     "augmentedImageDatastore": "dl.ImageFolder(folder, world, preprocess=dl.Preprocess(size=...))",
@@ -102,6 +105,9 @@ NAMES: dict[str, str] = {
     "transposedConv2dLayer": "dl.TransposedConv2D(size, filters, stride=1, cropping=0)",
     "batchNormalizationLayer": "dl.BatchNorm()",
     "crossChannelNormalizationLayer": "dl.CrossChannelNorm(window)",
+    "groupNormalizationLayer": "dl.GroupNorm(groups)",
+    "instanceNormalizationLayer": "dl.InstanceNorm()",
+    "layerNormalizationLayer": "dl.LayerNorm(), over the channels of each pixel",
     "reluLayer": "dl.ReLU()",
     "leakyReluLayer": "dl.LeakyReLU(scale)",
     "clippedReluLayer": "dl.Clip(0, 6)",
@@ -120,6 +126,7 @@ NAMES: dict[str, str] = {
     "dropoutLayer": "dl.Dropout(0.5)",
     "fullyConnectedLayer": "dl.Dense(outputs)",
     "additionLayer": "dl.Add(inputs=(...))",
+    "multiplicationLayer": "dl.Multiply(inputs=(...))",
     "depthConcatenationLayer": "dl.Concat(inputs=(...))",
     "softmaxLayer": "dl.Softmax(), which dl.train and dl.predict do not need",
     "classificationLayer regressionLayer": "the network's scores and a loss of "

@@ -129,9 +129,10 @@ void mpidl_split(const value *y, value *x, int64_t blocks, int64_t channels, int
                  int64_t all, int64_t first);
 
 /* resample.c: weighted sums of pixels. x (blocks, C, H, W, 16) is a source, y is (blocks, C, P, Q,
- * 16), and shape is C, H, W, P, Q. `rows` has the P + 1 positions at which the taps of each row of y
- * begin, followed by the taps: the row of x in the lower and the bits of a float, the weight, in the
- * upper half of an integer. `columns` has Q + 1 positions and the taps of the columns. */
+ * 16), and shape is C, H, W, P, Q. `rows` has the P + 1 positions at which the taps of each row of
+ * y begin, followed by the taps. A tap has the row of x in the lower half of an integer, and the
+ * bits of a float, its weight, in the upper half. `columns` has Q + 1 positions and the taps of the
+ * columns. */
 void mpidl_resample(const value *x, const float *mean, const float *scale, const float *beta,
                     float low, float high, value *y, int64_t blocks, const int64_t *shape,
                     const int64_t *rows, const int64_t *columns);
@@ -140,9 +141,35 @@ void mpidl_take_channels(const value *x, value *y, int64_t blocks, int64_t chann
                          int64_t outputs, const int64_t *indices);
 
 /* dropout.c: samples is (blocks, 16), rows is the number of elements per image, and threshold is
- * the dropout probability in units of 1/65536. */
+ * the dropout probability in units of 1/65536. If whole_images is 1, an image has one random number. */
 void mpidl_dropout(const value *x, value *y, const int64_t *samples, int64_t blocks, int64_t rows,
-                   int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1);
+                   int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1,
+                   int64_t whole_images);
+
+/* gates.c: axes is struct axes of gates.c, with the steps of a and b or, for mpidl_multiply_dx, of
+ * x and dx. dx is the product of dy and x, summed over the axes that dx lacks. */
+void mpidl_multiply(const value *a, const value *b, value *y, int64_t blocks, const int64_t *axes);
+void mpidl_multiply_dx(const value *dy, const value *x, value *dx, int64_t blocks,
+                       const int64_t *axes);
+void mpidl_scale_channels(const value *x, const float *factor, value *y, int64_t blocks,
+                          int64_t channels, int64_t pixels);
+/* nodes (count, channels) receives this rank's nodes */
+void mpidl_scale_channels_dfactor(const value *dy, const value *x, float *nodes, int64_t count,
+                                  const int64_t *tree, int64_t channels, int64_t pixels);
+
+/* group_norm.c: normalization within an image, over `groups` groups of channels, or over the channels
+ * of each pixel if `groups` is 0. statistics (blocks, 2, groups or pixels, 16) receives the mean and
+ * 1 / sqrt(variance + epsilon). gamma and beta (channels) or, if of_elements, (channels, pixels) may
+ * both be NULL. dx may be NULL. nodes (node_count, 2 * size of gamma) or NULL receives the sums of
+ * the gradients of gamma and of beta. */
+void mpidl_group_norm(const value *x, const float *gamma, const float *beta, float *statistics,
+                      value *y, int64_t blocks, int64_t channels, int64_t pixels, int64_t groups,
+                      int64_t of_elements, double epsilon);
+void mpidl_group_norm_backward(const value *dy, const value *x, const float *gamma,
+                               const float *statistics, value *dx, float *nodes,
+                               int64_t node_count, int64_t blocks, int64_t channels,
+                               int64_t pixels, int64_t groups, int64_t of_elements,
+                               const int64_t *tree);
 
 /* lrn.c: cross-channel normalization */
 void mpidl_cross_channel_norm(const value *x, value *y, int64_t blocks, int64_t channels,

@@ -271,6 +271,51 @@ class Backend(TrainingFunctions, Protocol):
         The limits themselves are outside.
         """
 
+    # group_norm
+
+    def group_norm(
+        self, x: Lanes, gamma: Array | None, beta: Array | None, groups: int | None, epsilon: float
+    ) -> tuple[Lanes, Any]:
+        """Normalize each image: y = (x - mean) * rstd * gamma + beta.
+
+        Parameters
+        ----------
+        x : Lanes
+            Images or features.
+        gamma, beta : Array
+            Factor and offset per channel, (C,), or per element of an image, (C, H, W). None stands
+            for 1 and 0.
+        groups : int or None
+            The number of groups of adjacent channels. Each group has its own mean and biased
+            variance over its channels and pixels. If None, each pixel has them, over all channels;
+            gamma and beta are then per channel.
+        epsilon : float
+            Constant added to the variance: rstd = 1 / sqrt(variance + epsilon).
+
+        Returns
+        -------
+        y : Lanes
+        statistics
+            The means and rstd for `group_norm_backward`, in a form of the backend.
+        """
+
+    def group_norm_backward(
+        self,
+        dy: Lanes,
+        x: Lanes,
+        gamma: Array | None,
+        statistics: Any,
+        groups: int | None,
+        tree: Tree,
+        needs: Sequence[bool],
+    ) -> tuple[Lanes | None, Partial | None, Partial | None]:
+        """Return (dx, dgamma, dbeta) of `group_norm`.
+
+        With n = (x - mean) * rstd and dz = gamma * dy, dx = rstd * (dz - a - n * b). Here, a and b
+        are the means of dz and of dz * n over the numbers that are normalized together. dgamma and
+        dbeta are the sums of dy * n and of dy. dy must be zero in unused lanes.
+        """
+
     # activation
 
     def relu(self, x: Lanes) -> Lanes:
@@ -396,6 +441,7 @@ class Backend(TrainingFunctions, Protocol):
         key: tuple[int, ...],
         epoch: Any,
         samples: Array,
+        whole_images: bool,
     ) -> Lanes:
         """Multiply x by scale, and set elements to 0 if their random number is below `threshold`.
 
@@ -411,7 +457,31 @@ class Backend(TrainingFunctions, Protocol):
             The epoch, and the sample index of each lane. On a GPU, `epoch` is an int32 Array (1,)
             and `samples` an int32 Array (B * 16,). Every replay of a recorded training step reads
             these Arrays again.
+        whole_images : bool
+            Whether all elements of an image have the random number of its first element.
         """
+
+    # gates
+
+    def multiply(self, a: Lanes, b: Lanes) -> Lanes:
+        """Return a * b.
+
+        The shapes of the images are equal, or broadcast as in NumPy. Features (C,) have one number
+        per channel, like (C, 1, 1).
+        """
+
+    def multiply_dx(self, dy: Lanes, other: Lanes, x: Lanes) -> Lanes:
+        """Return the gradient of `multiply` with respect to one of its operands.
+
+        This is the product of dy and the other operand, summed over the axes along which x was
+        broadcast. Only the shape of x and its order in memory are used.
+        """
+
+    def scale_channels(self, x: Lanes, factor: Vector) -> Lanes:
+        """Return x * factor, per channel."""
+
+    def scale_channels_dfactor(self, dy: Lanes, x: Lanes, tree: Tree) -> Partial:
+        """Sum dy * x over images and pixels: (C,). dy must be zero in unused lanes."""
 
     # join
 

@@ -417,6 +417,60 @@ def learnable_slopes(shape):
         yield Case("prelu_dslope", f"{label}, {slopes}", sums, 1e-6)
 
 
+# ---- group_norm: (C, H, W), groups, whether gamma and beta are per element ----
+
+IMAGE_NORMS = {
+    "pixels": ((5, 3, 7), None, False),
+    "pixels, four channels at once": ((8, 4, 4), None, False),
+    "pixels, several runs of channels": ((132, 2, 3), None, False),
+    "pixels, features": ((21,), None, False),
+    "groups": ((12, 3, 5), 3, False),
+    "groups of features": ((24,), 4, False),
+    "groups of one channel": ((5, 3, 7), 5, False),
+    "groups, several tiles of channels": ((264, 2, 2), 2, False),
+    "image": ((8, 4, 4), 1, True),
+    "image, odd channels": ((5, 3, 7), 1, True),
+}
+LARGE_IMAGE_NORMS = {
+    "pixels, several tiles": ((96, 7, 8), None, False),
+    "pixels, streamed": ((64, 45, 46), None, False),
+    "groups, several runs of pixels": ((6, 9, 31), 2, False),
+    "image, several tiles": ((3, 17, 19), 1, True),
+}
+
+
+def image_normalization(label, shape, groups, of_elements, backends=("cpu", "gpu")):
+    """Yield the cases of a normalization within an image."""
+    factors = shape if of_elements else shape[:1]
+    options = {"backends": backends, "numbers_only": label not in ("pixels", "groups", "image")}
+
+    def forward(b, a):
+        return b.group_norm(a["x"], a["gamma"], a["beta"], groups, 1e-5)
+
+    def backward(b, a):
+        _, statistics = b.group_norm(a["x"], a["gamma"], None, groups, 1e-5)
+        arguments = a["dy"], a["x"], a["gamma"], statistics, groups, a["tree"]
+        return b.group_norm_backward(*arguments, a.get("needs", ALL))
+
+    for suffix, x in (("", lanes(*shape)), (", far from 0", lanes(*shape, low=98, high=103))):
+        for name, gamma in ((suffix, positive(*factors)), (f"{suffix}, no factors", None)):
+            of_x = {"x": x, "gamma": gamma, "beta": None if gamma is None else vector(*factors)}
+            bound = 1e-4 if suffix else 1e-6  # E[x^2] - E[x]^2 would have errors of 1e-3
+            yield Case(
+                *("group_norm", label + name, of_x, bound),
+                call=lambda b, a: forward(b, a)[0],
+                **options,
+            )
+            dy = {"dy": cotangent(*shape), "needs": ALL}
+            yield Case(
+                *("group_norm_backward", label + name, of_x | dy, bound), call=backward, **options
+            )
+            if suffix or of_elements or backends is CPU:
+                break
+        if backends is CPU:
+            break
+
+
 # ---- pool: (C, H, W), size, stride, padding ----
 
 POOLS = {
@@ -576,7 +630,7 @@ def normalized_pools(label, numbers, shape, size, stride, padding):
     return Case("norm_max_pool_relu_dx", name, values, 4e-6, call=fused, oracle=separate)
 
 
-def dropped(shape, probability, flattened=False):
+def dropped(shape, probability, flattened=False, whole_images=False):
     """Return a case of dropout. Every backend must drop the same elements."""
     threshold = round(probability * 65536)
     arguments = {
@@ -586,9 +640,53 @@ def dropped(shape, probability, flattened=False):
         "key": (0x89ABCDEF, 0xFEDCBA98),
         "epoch": 7,
         "samples": Draw("samples"),
+        "whole_images": whole_images,
     }
     label = f"{shape}, {probability}" + flattened * ", flattened"
+    label += whole_images * ", whole images"
     return Case("dropout", label, arguments, 0)
+
+
+# shapes of two factors of a product
+PRODUCTS = {
+    "equal": ((5, 3, 7), (5, 3, 7)),
+    "equal, four channels at once": ((8, 4, 4), (8, 4, 4)),
+    "equal features": ((21,), (21,)),
+    "channels": ((5, 3, 7), (5, 1, 1)),
+    "channels, four at once": ((8, 4, 4), (8, 1, 1)),
+    "features": ((132, 5, 4), (132,)),
+    "many pixels": ((3, 40, 30), (3, 1, 1)),
+    "one pixel": ((6, 1, 1), (6,)),
+    "pixels": ((40, 3, 7), (1, 3, 7)),
+    "pixels, first": ((1, 4, 4), (8, 4, 4)),
+    "rows": ((5, 3, 7), (5, 3, 1)),
+    "columns": ((4, 3, 70), (4, 1, 70)),
+    "one column": ((5, 3, 7), (1, 1, 7)),
+    "one row": ((4, 3, 8), (1, 3, 1)),
+    "a number": ((3, 4, 5), (1, 1, 1)),
+    "channels and pixels": ((8, 1, 1), (1, 3, 4)),
+    "rows and columns": ((5, 3, 1), (5, 1, 7)),
+    "across": ((8, 1, 6), (1, 5, 6)),
+    "two axes": ((5, 3), (5, 1)),
+}
+
+
+def products(label, a, b):
+    """Yield the cases of a product and of the gradients of its factors."""
+    y = np.broadcast_shapes(*(s + (1,) * (max(len(a), len(b)) - len(s)) for s in (a, b)))
+    factors = {"a": lanes(*a), "b": lanes(*b)}
+    yield Case("multiply", label, factors, 0)
+    for name, x, other in ("a", a, b), ("b", b, a):
+        values = {"dy": cotangent(*y), "other": lanes(*other), "x": lanes(*x)}
+        yield Case("multiply_dx", f"{label}, {name}", values, 1e-6)
+
+
+def scaled_channels(shape):
+    """Yield the cases of a learnable factor for each channel."""
+    factor = {"x": lanes(*shape), "factor": vector(shape[0])}
+    yield Case("scale_channels", str(shape), factor, 0)
+    sums = {"dy": cotangent(*shape), "x": lanes(*shape)}
+    yield Case("scale_channels_dfactor", str(shape), sums, 1e-6)
 
 
 def relu_of_sum(backend, a):
@@ -726,6 +824,10 @@ def activation_table():
     running = {"olds": [vector(n) for n in (3, 3, 200, 1)], "decay": 0.1}
     running["values"] = [draw._replace(dtype=np.float64) for draw in running["olds"]]
     yield Case("running", "several", running, 1e-6)
+    for label, norm in IMAGE_NORMS.items():
+        yield from image_normalization(label, *norm)
+    for label, norm in LARGE_IMAGE_NORMS.items():
+        yield from image_normalization(label, *norm, CPU)
     for name, options in FUNCTIONS.items():
         yield from elementwise(name, *options)
     for shape in IMAGES.values():
@@ -751,6 +853,12 @@ def activation_table():
     for shape in ((21,), (8, 4, 4), (3, 40, 30), (3, 9, 1), (6, 7, 7), (11, 1, 1)):
         yield dropped(shape, 0.5)
         yield dropped(shape, 0.5, flattened=True)
+    for shape in ((21,), (8, 4, 4), (3, 40, 30)):
+        yield dropped(shape, 0.5, whole_images=True)
+    for label, factors in PRODUCTS.items():
+        yield from products(label, *factors)
+    for shape in CHANNELS:
+        yield from scaled_channels(shape)
     for shape in list(IMAGES.values())[:3]:
         yield from joins(shape)
         yield from residual_ends(shape)

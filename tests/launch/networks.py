@@ -47,7 +47,14 @@ def varied(input_shape, classes):
         dl.Resize2D((5, 6)),
         dl.Clip(0, 6),
         dl.AveragePool2D(2, padding=1, count_padding=False),
-        dl.HardSwish(),
+        dl.HardSwish(name="value"),
+        dl.GlobalAveragePool2D(),
+        dl.Conv2D(1, 9),
+        dl.HardSigmoid(name="gate"),
+        dl.Multiply(inputs=("value", "gate")),
+        dl.Scale(0.5),
+        dl.StochasticDepth(0.2, name="depth"),
+        dl.Add(inputs=("value", "depth")),
         dl.Dense(37),
         dl.PReLU(shared=True),
         dl.Swish(),
@@ -123,6 +130,29 @@ def alexnet(input_shape, classes):
         dl.Dense(65),
         dl.ReLU(),
         dl.Dropout(0.5),
+        dl.Dense(classes),
+    ]
+
+
+def image_normalized(input_shape, classes):
+    """Return a small network that normalizes within images, like ConvNeXt."""
+    return [
+        dl.Conv2D(4, 24, stride=4),
+        dl.LayerNorm(epsilon=1e-6, name="stem"),
+        dl.Conv2D(3, 24, padding=1, groups=24),
+        dl.LayerNorm(epsilon=1e-6),
+        dl.Conv2D(1, 32),
+        dl.GELU(),
+        dl.Conv2D(1, 24),
+        dl.Add(inputs=("stem", "conv4")),
+        dl.GroupNorm(4),
+        dl.Conv2D(3, 16, padding=1, bias=False),
+        dl.InstanceNorm(),
+        dl.ReLU(),
+        dl.LayerNorm("image"),
+        dl.GlobalAveragePool2D(),
+        dl.Flatten(),
+        dl.LayerNorm(),
         dl.Dense(classes),
     ]
 
