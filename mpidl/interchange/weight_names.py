@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from mpidl.errors import UserError
+from mpidl.interchange import timm_names
 from mpidl.nn import Network
 from mpidl.nn.layers import BatchNorm, PReLU
 from mpidl.text import did_you_mean
@@ -56,7 +57,6 @@ MODULES: dict[str, Table] = {
     "timm": (
         (r"pre_logits\.fc1", "classifier.0"),
         (r"pre_logits\.fc2", "classifier.3"),
-        (r"head\.fc", "classifier.6"),
     ),
     "transformers": (
         (r"resnet\.embedder\.embedder\.convolution", "conv1"),
@@ -101,7 +101,8 @@ def rename(names: Names, net: Network) -> Rename:
         module, _, array = name.rpartition(".")
         for pattern, replacement in MODULES[names]:
             module = re.sub(rf"{pattern}\Z", replacement, module) if module else module
-        layer = module.replace(".", "_")
+        renamed = timm_names.layer_of(module, net) if names == "timm" else None
+        layer = renamed or module.replace(".", "_")
         if array == COUNTER or module.startswith(AUXILIARY):
             return None
         if f"{layer}.gamma" in net.parameters:
