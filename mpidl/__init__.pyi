@@ -31,6 +31,8 @@ from mpidl.evaluation.evaluate import regression_errors as regression_errors
 from mpidl.evaluation.predict import activations as activations
 from mpidl.evaluation.predict import classify as classify
 from mpidl.evaluation.predict import predict as predict
+from mpidl.explanations.explain import Explanation as Explanation
+from mpidl.explanations.explain import explain as explain
 from mpidl.interchange.onnx_export import save_onnx as save_onnx
 from mpidl.interchange.onnx_import import load_onnx as load_onnx
 from mpidl.interchange.weights import load_weights as load_weights
@@ -47,6 +49,7 @@ from mpidl.nn.layers.base import Layer as Layer
 from mpidl.nn.layers.convolution import *
 from mpidl.nn.layers.dense import *
 from mpidl.nn.layers.dropout import *
+from mpidl.nn.layers.group_norm import *
 from mpidl.nn.layers.joins import *
 from mpidl.nn.layers.normalization import *
 from mpidl.nn.layers.pooling import *
@@ -62,6 +65,7 @@ from mpidl.ops.concat import *
 from mpidl.ops.conv import *
 from mpidl.ops.dense import *
 from mpidl.ops.dropout import *
+from mpidl.ops.group_norm import *
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
 from mpidl.ops.overlap import *

@@ -59,6 +59,11 @@ WINGS = {  # {folder in mpidl/, with dots: wing}
         command="audit",
         summary="Check a certified run, and replay parts of it",
     ),
+    "explanations": Wing(
+        purpose="maps that explain the decisions of networks",
+        command="explain",
+        summary="Show which pixels decide about the classes of images",
+    ),
     "backends.gpu": Wing(purpose="computing on GPUs"),
     "data.storage": Wing(purpose="images in object stores, such as s3:// and https://"),
     "trackers": Wing(purpose="records of runs for TensorBoard, MLflow and other programs"),

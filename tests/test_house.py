@@ -62,6 +62,8 @@ CROSS_CUTTING = {
     "certificates/test_form.py": "the program in the README of the wing",
     "certificates/test_honest_runs.py": "audits of runs with all kinds of options",
     "core/test_promise.py": "equal bytes on simulated ranks, by the core alone",
+    "explanations/test_captum.py": "all methods, compared with captum",
+    "explanations/test_precision.py": "all methods without C kernels, and in bfloat16",
     "interchange/test_fuzz_weights.py": "damaged weight files",
     "interchange/test_pretrained.py": "--weights, from the command line to the network",
     "evaluation/test_queue_function.py": "functions of queues, from a custom loop to evaluation",
@@ -79,7 +81,8 @@ CROSS_CUTTING |= dict.fromkeys(
     (
         *("backends/gpu/test_emulator.py", "backends/gpu/test_gpu_faults.py"),
         "backends/gpu/test_gpu_bf16.py",
-        *("backends/gpu/test_gpu_evaluation.py", "backends/gpu/test_gpu_graph.py"),
+        *("backends/gpu/test_gpu_evaluation.py", "backends/gpu/test_gpu_explanations.py"),
+        "backends/gpu/test_gpu_graph.py",
         *("backends/gpu/test_gpu_input.py", "backends/gpu/test_gpu_step.py"),
         *("backends/gpu/test_gpu_targets.py", "backends/gpu/test_gpu_training.py"),
     ),

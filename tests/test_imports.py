@@ -26,8 +26,8 @@ EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
 PERFORMANCE = TRAINING | {"training"}
-CLI = INTERCHANGE | {"certificates", "interchange", "performance", "published", "sweeps"}
-CLI |= {"trackers"}
+CLI = INTERCHANGE | {"certificates", "explanations", "interchange"}
+CLI |= {"performance", "published", "sweeps", "trackers"}
 MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "core": set(),
     "tape": {"core"},
@@ -51,6 +51,7 @@ MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "sweeps": TRAINING | {"training"},
     "trackers": TRAINING | {"training"},
     "certificates": TRAINING | {"training"},
+    "explanations": TRAINING,
     "cli": CLI,
 }
 COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __init__.py

@@ -25,12 +25,14 @@ REST = (
     *("data/test_registry.py", "data/formats/test_packed.py", "data/storage/test_presigned.py"),
     *("report/live/test_run.py", "report/page/test_run_page.py", "sweeps/test_sweep_file.py"),
     *("trackers/test_trackers.py", "certificates/test_chain.py", "published/test_sources.py"),
+    *("explanations/test_methods.py",),
 )
 # For each wing, a program that uses it.
 USES = {
     "backends.gpu": "import mpidl.backends.gpu.launching",
     "certificates": "import mpidl.certificates.chain",
     "data.storage": "dl.data.open_data('s3://bucket/images')",
+    "explanations": "dl.explain",
     "interchange": "dl.save_onnx",
     "jobs": "dl.launch",
     "performance": "import mpidl.performance",

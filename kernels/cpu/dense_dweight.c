@@ -45,23 +45,6 @@ struct tile {
     int stream;         /* whether the nodes are too large for the caches */
 };
 
-INLINE void stream(float *to, vec v) {
-#if defined(__AVX512F__)
-    _mm512_stream_ps(to, (__m512)v);
-#elif defined(__AVX2__)
-    _mm256_stream_ps(to, (__m256)v);
-#else
-    store(to, v);
-#endif
-}
-
-/* Make the streamed stores visible to other threads. */
-INLINE void streamed(void) {
-#if defined(__AVX2__)
-    _mm_sfence();
-#endif
-}
-
 /* Compute one block's leaf and fold it with the values below it in the counter. */
 INLINE void fold_leaf(const struct tile *t, struct plan plan, int height, const int rows) {
     vec sum[ROWS][2], x[2];

@@ -144,6 +144,20 @@ void mpidl_take_channels(const value *x, value *y, int64_t blocks, int64_t chann
 void mpidl_dropout(const value *x, value *y, const int64_t *samples, int64_t blocks, int64_t rows,
                    int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1);
 
+/* group_norm.c: normalization within an image, over `groups` groups of channels, or over the channels
+ * of each pixel if `groups` is 0. statistics (blocks, 2, groups or pixels, 16) receives the mean and
+ * 1 / sqrt(variance + epsilon). gamma and beta (channels) or, if of_elements, (channels, pixels) may
+ * both be NULL. dx may be NULL. nodes (node_count, 2 * size of gamma) or NULL receives the sums of
+ * the gradients of gamma and of beta. */
+void mpidl_group_norm(const value *x, const float *gamma, const float *beta, float *statistics,
+                      value *y, int64_t blocks, int64_t channels, int64_t pixels, int64_t groups,
+                      int64_t of_elements, double epsilon);
+void mpidl_group_norm_backward(const value *dy, const value *x, const float *gamma,
+                               const float *statistics, value *dx, float *nodes,
+                               int64_t node_count, int64_t blocks, int64_t channels,
+                               int64_t pixels, int64_t groups, int64_t of_elements,
+                               const int64_t *tree);
+
 /* lrn.c: cross-channel normalization */
 void mpidl_cross_channel_norm(const value *x, value *y, int64_t blocks, int64_t channels,
                               int64_t pixels, int64_t window, double alpha, double beta, double k);

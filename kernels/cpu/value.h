@@ -54,25 +54,67 @@ INLINE vec load_narrow(const uint16_t *p) {
 #endif
 }
 
-INLINE void store_narrow(uint16_t *p, vec v) {
-#if defined(__AVX512BF16__)
-    _mm256_storeu_si256((__m256i *)p, narrowed(v));
-#elif defined(__AVX512F__)
-    __m512i bits = _mm512_srli_epi32((__m512i)rounded(v), 16);
-    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(bits));
+#if defined(__AVX512F__)
+typedef __m256i halves; /* bfloat16 numbers of a vector */
 #elif defined(__AVX2__)
+typedef __m128i halves;
+#endif
+#if defined(__AVX2__) || defined(__AVX512F__)
+INLINE halves halves_of(vec v) {
+#if defined(__AVX512BF16__)
+    return narrowed(v);
+#elif defined(__AVX512F__)
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)rounded(v), 16));
+#else
     __m256i bits = _mm256_srli_epi32((__m256i)rounded(v), 16);
-    __m128i low = _mm256_castsi256_si128(bits), high = _mm256_extracti128_si256(bits, 1);
-    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(low, high));
+    return _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+#endif
+}
+#endif
+
+INLINE void store_narrow(uint16_t *p, vec v) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)p, halves_of(v));
+#elif defined(__AVX2__)
+    _mm_storeu_si128((__m128i *)p, halves_of(v));
 #else
     words bits = (words)rounded(v) >> 16;
     UNROLL for (int i = 0; i < WIDTH; i++) p[i] = (uint16_t)bits[i];
 #endif
 }
 
+/* Store to memory without reading its lines into the caches. `p` is aligned to the vector. */
+INLINE void stream_wide(float *p, vec v) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+    _mm256_stream_ps(p, (__m256)v);
+#else
+    store(p, v);
+#endif
+}
+
+INLINE void stream_narrow(uint16_t *p, vec v) {
+#if defined(__AVX512F__)
+    _mm256_stream_si256((__m256i *)p, halves_of(v));
+#elif defined(__AVX2__)
+    _mm_stream_si128((__m128i *)p, halves_of(v));
+#else
+    store_narrow(p, v);
+#endif
+}
+
+/* Make the streamed stores visible to other threads. */
+INLINE void streamed(void) {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
 #define load(p)                                                                                    \
     _Generic((p), uint16_t *: load_narrow, const uint16_t *: load_narrow, default: load)(p)
 #define store(p, v) _Generic((p), uint16_t *: store_narrow, default: store)(p, v)
+#define stream(p, v) _Generic((p), uint16_t *: stream_narrow, default: stream_wide)(p, v)
 
 /* ---- operands of products of bfloat16 numbers ----
  *

@@ -3,15 +3,6 @@
 // With the second number of __launch_bounds__, no GPU spills registers to have more threads.
 #include "cuda/sums.cuh"
 
-// Calls a template with 4 channels per thread if C is a multiple of 4, else with 1.
-#define BY_WIDTH(function, ...)                                                                    \
-  do {                                                                                             \
-    if (channels % 4 == 0)                                                                         \
-      function<4>(__VA_ARGS__);                                                                    \
-    else                                                                                           \
-      function<1>(__VA_ARGS__);                                                                    \
-  } while (0)
-
 // Computes leaf (partial sum) blockIdx.x: the sum of n rows, rounded to float32.
 template <int VEC>
 __device__ __forceinline__ void leaf_sums(const value* x, float* leaves, int n, int channels,
@@ -48,65 +39,6 @@ extern "C" __global__ void __launch_bounds__(256)
 channel_sums(const value* __restrict__ x, float* __restrict__ leaves, int images, int pixels,
              int channels, int tile) {
   BY_WIDTH(leaf_sums, x, leaves, images * pixels, channels, tile);
-}
-
-// Computes leaf blockIdx.x: (count, mean, M2) of the first n of `all` rows, in one pass. M2 is the
-// sum of squared deviations from the mean.
-//
-// The first row of the leaf is subtracted from all rows, so that a mean far from 0 costs no
-// precision. For a few rows at a time, the kernel computes first the mean and then M2. Chan's
-// formula merges the results. The subtracted row belongs to the leaf, so cancellation in the final
-// sums in double precision loses at most a factor of n.
-template <int VEC>
-__device__ __forceinline__ void leaf_moments(const value* x, double* leaves, int n, int all,
-                                             int channels, int tile) {
-  const Place p = place<VEC>(channels, tile);
-  float origin[VEC] = {}, mean[VEC] = {}, m2[VEC] = {}, count = 0;
-  if (p.inside && n > 0) {
-    x += (long long)blockIdx.x * all * channels + p.channel;
-    const Floats<VEC> first = load<VEC>(x);
-#pragma unroll
-    for (int k = 0; k < VEC; ++k) origin[k] = first.at[k];
-    for (int row = p.row; row < n; row += TOGETHER * p.rows) {
-      const int some = min(TOGETHER, (n - row + p.rows - 1) / p.rows);
-      const float one = 1.0f / some, fraction = some / (count + some), weight = count * fraction;
-      Floats<VEC> v[TOGETHER];
-#pragma unroll
-      for (int i = 0; i < TOGETHER; ++i)
-        v[i] = i < some ? load<VEC>(x + (long long)(row + i * p.rows) * channels) : first;
-#pragma unroll
-      for (int k = 0; k < VEC; ++k) {
-        float sum = 0, square = 0;
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i) sum += v[i].at[k] - origin[k];
-        const float about = sum * one;
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i) {
-          const float d = v[i].at[k] - origin[k] - about;
-          square = i < some ? fmaf(d, d, square) : square;
-        }
-        const float delta = about - mean[k];
-        mean[k] = fmaf(delta, fraction, mean[k]);
-        m2[k] += fmaf(delta * delta, weight, square);
-      }
-      count += some;
-    }
-  }
-  double total[2 * VEC];
-#pragma unroll
-  for (int k = 0; k < VEC; ++k) {
-    total[k] = (double)count * mean[k];
-    total[VEC + k] = m2[k] + total[k] * mean[k];
-  }
-  add_rows(total, p, tile);
-  if (!p.inside || p.row != 0) return;
-  leaves += blockIdx.x * (1 + 2 * (long long)channels);
-  if (p.channel == 0) leaves[0] = n;
-  for (int k = 0; k < VEC; ++k) {
-    const double shift = n > 0 ? total[k] / n : 0;
-    leaves[1 + p.channel + k] = origin[k] + shift;
-    leaves[1 + channels + p.channel + k] = fmax(total[VEC + k] - total[k] * shift, 0.0);
-  }
 }
 
 // leaves (leaves, 1 + 2C): each leaf is (count, mean, M2) over the valid images of `images`.

@@ -271,6 +271,51 @@ class Backend(TrainingFunctions, Protocol):
         The limits themselves are outside.
         """
 
+    # group_norm
+
+    def group_norm(
+        self, x: Lanes, gamma: Array | None, beta: Array | None, groups: int | None, epsilon: float
+    ) -> tuple[Lanes, Any]:
+        """Normalize each image: y = (x - mean) * rstd * gamma + beta.
+
+        Parameters
+        ----------
+        x : Lanes
+            Images or features.
+        gamma, beta : Array
+            Factor and offset per channel, (C,), or per element of an image, (C, H, W). None stands
+            for 1 and 0.
+        groups : int or None
+            The number of groups of adjacent channels. Each group has its own mean and biased
+            variance over its channels and pixels. If None, each pixel has them, over all channels;
+            gamma and beta are then per channel.
+        epsilon : float
+            Constant added to the variance: rstd = 1 / sqrt(variance + epsilon).
+
+        Returns
+        -------
+        y : Lanes
+        statistics
+            The means and rstd for `group_norm_backward`, in a form of the backend.
+        """
+
+    def group_norm_backward(
+        self,
+        dy: Lanes,
+        x: Lanes,
+        gamma: Array | None,
+        statistics: Any,
+        groups: int | None,
+        tree: Tree,
+        needs: Sequence[bool],
+    ) -> tuple[Lanes | None, Partial | None, Partial | None]:
+        """Return (dx, dgamma, dbeta) of `group_norm`.
+
+        With n = (x - mean) * rstd and dz = gamma * dy, dx = rstd * (dz - a - n * b). Here, a and b
+        are the means of dz and of dz * n over the numbers that are normalized together. dgamma and
+        dbeta are the sums of dy * n and of dy. dy must be zero in unused lanes.
+        """
+
     # activation
 
     def relu(self, x: Lanes) -> Lanes:

@@ -88,6 +88,23 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     return vars(parser.parse(argv))
 
 
+def parsed_evaluation(
+    parser: Parser, argv: Sequence[str] | None, names: Sequence[str]
+) -> argparse.Namespace:
+    """Parse a command line that evaluates a network.
+
+    The training options `names` have values even if they were not typed. The attributes preprocess
+    and storage are dicts {name: value} of the typed options in `PREPROCESS` and `STORAGE`.
+    """
+    defaults = {name: training_options.OPTIONS[name].default for name in names}
+    values = defaults | vars(parser.parse(argv))
+    groups = {
+        group: {name: values.pop(name) for name in options if name in values}
+        for group, options in (("preprocess", PREPROCESS), ("storage", STORAGE))
+    }
+    return argparse.Namespace(**values, **groups)
+
+
 MODEL_HELP = (
     "Trained network: model.h5 of a run, an ONNX file (*.onnx), or a safetensors file that mpidl "
     "wrote (*.safetensors)"

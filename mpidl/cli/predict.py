@@ -2,25 +2,26 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mpidl import backends, data, losses
 from mpidl.cli import arguments, remote, start, user_files
 from mpidl.cli.parser import RUN, Parser
 from mpidl.cli.predictions import Task
+from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.data.transforms import normalize
 from mpidl.data.urls import refuse_remote
 from mpidl.errors import UserError
 from mpidl.evaluation import confusion
 from mpidl.files import on_rank_0
-from mpidl.nn.layers import Sigmoid
+from mpidl.nn import Network
+from mpidl.nn.layers import Layer, Sigmoid
 from mpidl.options.declaration import flag
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
 from mpidl.report import Console, arrays
 from mpidl.text import printable
-from mpidl.training.options import training_options
 from mpidl.training.options.run_inputs import EMBEDDED
 
 # The ten most common options, in the order in which --help shows them.
@@ -82,52 +83,29 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.add_options(*names, **dict.fromkeys(names, "the model's preprocessing"))
     arguments.add_normalization(parser, "the normalization that FILE describes")
     parser.add_options(*arguments.STORAGE, *OPTIONS)
-    defaults = {name: training_options.OPTIONS[name].default for name in ("metrics", *OPTIONS)}
-    values = defaults | vars(parser.parse(argv))
-    groups = {
-        group: {name: values.pop(name) for name in names if name in values}
-        for group, names in (("preprocess", arguments.PREPROCESS), ("storage", arguments.STORAGE))
-    }
-    return argparse.Namespace(**values, **groups)
+    return arguments.parsed_evaluation(parser, argv, ("metrics", *OPTIONS))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
-    world = World(timeout=parsed.timeout, threads=None)
-    remote.configure({"data": parsed.data, **parsed.storage}, world)
-    lines = world.use_device(parsed.device, parsed.gpus) + world.use_threads(parsed.threads)
-    backends.configure(winograd=parsed.winograd, precision=parsed.precision)
-    for line in [*start.arithmetic(world), *lines]:
-        print(line)
+    world = start_ranks(parsed)
     on_rank_0(world, lambda: _check_outputs(parsed))
     # Every rank needs the custom layers, because rank 0 sends the network to all ranks.
     layers = user_files.user_layers(parsed.layers)
-    net = on_rank_0(world, lambda: _network(parsed, layers))
+    net = on_rank_0(world, lambda: load_network(parsed, layers))
     parsed.bad_images = BadImages.of_options(parsed)
     console = Console(world.rank, stream=sys.stderr)  # stdout is for the results
     with console.stage("reading the data"):
         images = data.open_test_data(
             parsed.data, world, classes=losses.label_names(net), labelled=False, option="--data"
         )
-    preprocess = net.preprocess
-    if parsed.preprocess:
-        preprocess = data.Preprocess.of_options(parsed.preprocess)
-    reason = getattr(images, "unlabelled", None)  # `preprocessed` drops this attribute
-    images = data.preprocessed(images, preprocess)
-    if parsed.normalization and normalize.needs_statistics(parsed.normalization, images):
-        raise UserError(
-            f"--normalization {parsed.normalization}: expected 8-bit images, found {images.dtype}"
-        )
+    reason = getattr(images, "unlabelled", None)  # `converted` drops this attribute
+    images = converted(parsed, net, images)
     loss, classes = _loss_of(net, images), net.classes
     if classes is None and images.labels is not None and net.output_shape == (len(images.classes),):
         classes = images.classes  # for example, a file of another library has no class names
-    if not net.takes(images.image_shape):
-        raise UserError(
-            f"--data {parsed.data}: expected images of shape {net.input_shape}, as in training, "
-            f"found {images.image_shape} (--resize, --cover, --centre-crop and --colour convert "
-            "them)"
-        )
+    check_shape(net, images, f"--data {parsed.data}")
     with console.stage(f"prediction for {len(images)} images"):
         task = Task(parsed, world, net, images, loss)
         if parsed.activations:
@@ -138,26 +116,69 @@ def main(argv: Sequence[str] | None = None) -> int:
             task.write_outputs()
         else:
             task.classify(classes, reason)
-    if world.rank == 0:
-        print(f"Data: {images.describe()}", file=sys.stderr)
-        print(f"Normalization: {net.normalization.describe()}", file=sys.stderr)
-        if net.trained_precision:
-            trained_in = printable(net.trained_precision)
-            print(f"Precision: {parsed.precision}, trained in {trained_in}", file=sys.stderr)
-        elif parsed.precision != "fp32":
-            print(f"Precision: {parsed.precision}", file=sys.stderr)
-    if parsed.bad_images and world.rank == 0:
-        for _, text in sorted(parsed.bad_images.reasons.items()):
-            print(f"warning: skipped an image: {text}", file=sys.stderr)
-        print(f"Skipped images: {len(parsed.bad_images)} of {len(images)}")
+    print_facts(parsed, world, net, images)
     return 0
 
 
-def _network(parsed, layers):
+def start_ranks(parsed: argparse.Namespace) -> World:
+    """Return the ranks, with the options for hardware and object stores applied. Collective."""
+    world = World(timeout=parsed.timeout, threads=None)
+    remote.configure({"data": parsed.data, **parsed.storage}, world)
+    lines = world.use_device(parsed.device, parsed.gpus) + world.use_threads(parsed.threads)
+    backends.configure(winograd=parsed.winograd, precision=parsed.precision)
+    for line in [*start.arithmetic(world), *lines]:
+        print(line)
+    return world
+
+
+def load_network(parsed: argparse.Namespace, layers: Iterable[type[Layer]]) -> Network:
     """Load the network, with the normalization of the file or of the user."""
     net = start.load_network(parsed.model, layers, parsed.normalization)
     net.normalization.need_known()
     return net
+
+
+def converted(parsed: argparse.Namespace, net: Network, images: Datastore) -> Datastore:
+    """Apply the preprocessing of the user or of the network to images.
+
+    Raises UserError if the normalization of the user needs 8-bit images and these are not.
+    """
+    preprocess = net.preprocess
+    if parsed.preprocess:
+        preprocess = data.Preprocess.of_options(parsed.preprocess)
+    images = data.preprocessed(images, preprocess)
+    if parsed.normalization and normalize.needs_statistics(parsed.normalization, images):
+        raise UserError(
+            f"--normalization {parsed.normalization}: expected 8-bit images, found {images.dtype}"
+        )
+    return images
+
+
+def check_shape(net: Network, images: Datastore, source: str) -> None:
+    """Raise UserError unless the network accepts the images, which `source` names."""
+    if not net.takes(images.image_shape):
+        raise UserError(
+            f"{source}: expected images of shape {net.input_shape}, as in training, "
+            f"found {images.image_shape} (--resize, --cover, --centre-crop and --colour convert "
+            "them)"
+        )
+
+
+def print_facts(parsed: argparse.Namespace, world: World, net: Network, images: Datastore) -> None:
+    """Print on rank 0 what was computed, and which images were skipped."""
+    if world.rank:
+        return
+    print(f"Data: {images.describe()}", file=sys.stderr)
+    print(f"Normalization: {net.normalization.describe()}", file=sys.stderr)
+    if net.trained_precision:
+        trained_in = printable(net.trained_precision)
+        print(f"Precision: {parsed.precision}, trained in {trained_in}", file=sys.stderr)
+    elif parsed.precision != "fp32":
+        print(f"Precision: {parsed.precision}", file=sys.stderr)
+    if parsed.bad_images:
+        for _, text in sorted(parsed.bad_images.reasons.items()):
+            print(f"warning: skipped an image: {text}", file=sys.stderr)
+        print(f"Skipped images: {len(parsed.bad_images)} of {len(images)}")
 
 
 def _check_outputs(parsed):

@@ -6,7 +6,8 @@ forward pass of training, from which they differ only by rounding: batch normali
 into the weights, and 3x3 convolutions use Winograd's F(4x4).
 """
 
-from collections.abc import Callable, Generator
+import contextlib
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -316,6 +317,7 @@ def by_batch(
     batch_size: int = BATCH,
     bad_images: BadImages | None = None,
     test_flips: Flips = "none",
+    exact: bool = False,
 ) -> Generator[tuple, None, None]:
     """Yield the results for each mini-batch on rank 0, in the order of the datastore.
 
@@ -323,12 +325,14 @@ def by_batch(
     `function(net, images)` returns an array, or a tuple of arrays, with one entry per image of this
     rank. Rank 0 gets the indices of the images with their entries, and other ranks get (None,
     None). `bad_images` receives the images that cannot be read, which are skipped; by default, such
-    an image raises an error.
+    an image raises an error. With `exact`, the arithmetic is that of training, so that the function
+    can compute gradients.
     """
     batches = in_order(net, datastore, world, batch_size, bad_images=bad_images)
-    net = mirrored(fold_batchnorm(net).on(world.device), test_flips)
+    net = mirrored((net if exact else fold_batchnorm(net)).on(world.device), test_flips)
+    arithmetic = contextlib.nullcontext if exact else fast_convolutions
     for images, targets in batches:
-        with fast_convolutions():
+        with arithmetic():
             entries = images.batch.indices, function(net, images)
         del images, targets  # frees memory for the next mini-batch
         shares = world.gather(entries)
@@ -361,15 +365,37 @@ def images_for(net: Network, images: Datastore | MinibatchQueue | Arrays | np.nd
     return images
 
 
-def _collect(net, datastore, function, *, shape, dtype=np.float32, world, everywhere, **options):
+def _collect(net, datastore, function, *, shape, dtype=np.float32, **options):
     """Call a function for all images, and collect its results in one array."""
+    arrays = collect(net, datastore, function, entries=[(shape, dtype)], **options)
+    return None if arrays is None else arrays[0]
+
+
+def collect(
+    net: Network,
+    datastore: Datastore,
+    function: Callable[[Network, Blocked], Any],
+    *,
+    entries: Sequence[tuple[tuple[int, ...], Any]],
+    world: World | None,
+    everywhere: bool,
+    **options: Any,
+) -> list[np.ndarray] | None:
+    """Call a function for all images, as `by_batch` does, and collect its results in arrays.
+
+    `entries` has the shape and the dtype of an image's entry in each of the function's results.
+    Returns None on ranks other than 0 unless the results are needed everywhere.
+    """
     world, is_own = evaluating_world(world, datastore)
-    keeps = everywhere or world.rank == 0
-    collected = np.empty((len(datastore), *shape), dtype) if keeps else None
+    keeps, collected = everywhere or world.rank == 0, None
+    if keeps:
+        collected = [np.empty((len(datastore), *shape), dtype) for shape, dtype in entries]
     for batch in by_batch(net, datastore, function, world=world, **options):
-        indices, values = world.broadcast(batch) if everywhere else batch
+        indices, results = world.broadcast(batch) if everywhere else batch
         if collected is not None:
-            collected[indices] = values
+            arrays = results if isinstance(results, tuple) else (results,)
+            for array, values in zip(collected, arrays, strict=True):
+                array[indices] = values
     if is_own:
         world.close()
     return collected

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from mpidl import backends, ops
+from mpidl.core.tape import value_of
 from mpidl.nn.layers import (
     Add,
     BatchNorm,
@@ -110,7 +111,7 @@ def outer_reads(run: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> tuple
 
 def supported(x: Any) -> Kinds:
     """Return the runs that the backend of `x` computes by one op."""
-    return RUNS if backends.of_value(x).fuses_convolutions else ()
+    return RUNS if backends.of_value(value_of(x)).fuses_convolutions else ()
 
 
 def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerContext]) -> Value:

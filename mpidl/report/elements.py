@@ -11,6 +11,45 @@ if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
 
 Content: TypeAlias = "Element | str | None"
+STYLE = """
+:root { color-scheme: light; --line: #d9dde3; --soft: #f4f6f8; --ink: #1c2430; --dim: #5c6773; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #fff; color: var(--ink); overflow-wrap: anywhere;
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1060px; margin: 0 auto; padding: 20px 16px 48px; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 4px; }
+h2 { font-size: 1.15rem; margin: 34px 0 10px; }
+h3 { font-size: 1rem; margin: 18px 0 6px; }
+p { margin: 4px 0 10px; color: var(--dim); }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+th, td { padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line); text-align: left;
+  vertical-align: top; }
+.numbers td { white-space: nowrap; }
+.numbers td, .numbers thead th { text-align: right; }
+.numbers td:nth-child(2), .numbers thead th:nth-child(-n+2) { text-align: left; }
+thead th { color: var(--dim); font-weight: 600; }
+tbody th { font-weight: 600; white-space: nowrap; }
+td.best { font-weight: 700; }
+tr.differs th, tr.differs td { background: #fff3cd; }
+.options td, .options th { padding-left: 8px; }
+.confusion td { text-align: right; padding: 3px 8px; border: 1px solid #fff; min-width: 34px; }
+.confusion th { padding: 3px 8px; border-bottom: 0; white-space: nowrap; }
+.confusion thead th { text-align: right; }
+.confusion th { max-width: 130px; overflow: hidden; text-overflow: ellipsis; }
+.dark { color: #fff; }
+.hash { font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; word-break: break-all; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr));
+  gap: 22px 28px; }
+figure { break-inside: avoid; }
+figcaption { display: flex; flex-wrap: wrap; gap: 2px 0; font-size: 13px; color: var(--dim); }
+figcaption b { color: var(--ink); font-size: 14px; }
+svg { height: auto; display: block; }
+details summary { cursor: pointer; color: var(--dim); margin: 8px 0; }
+@media print { main { max-width: none; padding: 0; } h2 { break-after: avoid; }
+  table, figure { break-inside: avoid; } .wide { overflow: visible; }
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
+"""
 
 
 def element(tag: str, *children: Content, **attributes: str) -> Element:
@@ -64,7 +103,7 @@ def page(title: str, style: str, *sections: Content) -> bytes:
     """Return a complete HTML page that loads no other file and runs no script."""
     from xml.etree import ElementTree
 
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     head = element(
         "head",
         element("meta", charset="utf-8"),

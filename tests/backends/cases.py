@@ -417,6 +417,60 @@ def learnable_slopes(shape):
         yield Case("prelu_dslope", f"{label}, {slopes}", sums, 1e-6)
 
 
+# ---- group_norm: (C, H, W), groups, whether gamma and beta are per element ----
+
+IMAGE_NORMS = {
+    "pixels": ((5, 3, 7), None, False),
+    "pixels, four channels at once": ((8, 4, 4), None, False),
+    "pixels, several runs of channels": ((132, 2, 3), None, False),
+    "pixels, features": ((21,), None, False),
+    "groups": ((12, 3, 5), 3, False),
+    "groups of features": ((24,), 4, False),
+    "groups of one channel": ((5, 3, 7), 5, False),
+    "groups, several tiles of channels": ((264, 2, 2), 2, False),
+    "image": ((8, 4, 4), 1, True),
+    "image, odd channels": ((5, 3, 7), 1, True),
+}
+LARGE_IMAGE_NORMS = {
+    "pixels, several tiles": ((96, 7, 8), None, False),
+    "pixels, streamed": ((64, 45, 46), None, False),
+    "groups, several runs of pixels": ((6, 9, 31), 2, False),
+    "image, several tiles": ((3, 17, 19), 1, True),
+}
+
+
+def image_normalization(label, shape, groups, of_elements, backends=("cpu", "gpu")):
+    """Yield the cases of a normalization within an image."""
+    factors = shape if of_elements else shape[:1]
+    options = {"backends": backends, "numbers_only": label not in ("pixels", "groups", "image")}
+
+    def forward(b, a):
+        return b.group_norm(a["x"], a["gamma"], a["beta"], groups, 1e-5)
+
+    def backward(b, a):
+        _, statistics = b.group_norm(a["x"], a["gamma"], None, groups, 1e-5)
+        arguments = a["dy"], a["x"], a["gamma"], statistics, groups, a["tree"]
+        return b.group_norm_backward(*arguments, a.get("needs", ALL))
+
+    for suffix, x in (("", lanes(*shape)), (", far from 0", lanes(*shape, low=98, high=103))):
+        for name, gamma in ((suffix, positive(*factors)), (f"{suffix}, no factors", None)):
+            of_x = {"x": x, "gamma": gamma, "beta": None if gamma is None else vector(*factors)}
+            bound = 1e-4 if suffix else 1e-6  # E[x^2] - E[x]^2 would have errors of 1e-3
+            yield Case(
+                *("group_norm", label + name, of_x, bound),
+                call=lambda b, a: forward(b, a)[0],
+                **options,
+            )
+            dy = {"dy": cotangent(*shape), "needs": ALL}
+            yield Case(
+                *("group_norm_backward", label + name, of_x | dy, bound), call=backward, **options
+            )
+            if suffix or of_elements or backends is CPU:
+                break
+        if backends is CPU:
+            break
+
+
 # ---- pool: (C, H, W), size, stride, padding ----
 
 POOLS = {
@@ -726,6 +780,10 @@ def activation_table():
     running = {"olds": [vector(n) for n in (3, 3, 200, 1)], "decay": 0.1}
     running["values"] = [draw._replace(dtype=np.float64) for draw in running["olds"]]
     yield Case("running", "several", running, 1e-6)
+    for label, norm in IMAGE_NORMS.items():
+        yield from image_normalization(label, *norm)
+    for label, norm in LARGE_IMAGE_NORMS.items():
+        yield from image_normalization(label, *norm, CPU)
     for name, options in FUNCTIONS.items():
         yield from elementwise(name, *options)
     for shape in IMAGES.values():

@@ -127,6 +127,29 @@ def alexnet(input_shape, classes):
     ]
 
 
+def image_normalized(input_shape, classes):
+    """Return a small network that normalizes within images, like ConvNeXt."""
+    return [
+        dl.Conv2D(4, 24, stride=4),
+        dl.LayerNorm(epsilon=1e-6, name="stem"),
+        dl.Conv2D(3, 24, padding=1, groups=24),
+        dl.LayerNorm(epsilon=1e-6),
+        dl.Conv2D(1, 32),
+        dl.GELU(),
+        dl.Conv2D(1, 24),
+        dl.Add(inputs=("stem", "conv4")),
+        dl.GroupNorm(4),
+        dl.Conv2D(3, 16, padding=1, bias=False),
+        dl.InstanceNorm(),
+        dl.ReLU(),
+        dl.LayerNorm("image"),
+        dl.GlobalAveragePool2D(),
+        dl.Flatten(),
+        dl.LayerNorm(),
+        dl.Dense(classes),
+    ]
+
+
 def unet(input_shape, classes):
     """Return a small U-Net, whose outputs are scores of each pixel."""
     return dl.nn.zoo.unet(input_shape, classes, depth=2).layers

@@ -14,7 +14,9 @@ LAYERS = [
     dl.BatchNorm(),
     dl.ReLU(name="a"),
     dl.CrossChannelNorm(5, alpha=1e-2),
+    dl.GroupNorm(4),
     dl.LeakyReLU(0.1),
+    dl.InstanceNorm(),
     dl.PReLU(),
     dl.GELU(),
     dl.HardSwish(),
@@ -33,8 +35,10 @@ LAYERS = [
     dl.MaxPool2D(2, name="down"),
     dl.Concat(inputs=("sum", "a", "down"), name="both"),
     dl.Sigmoid(),
+    dl.LayerNorm(),
     dl.GELU("tanh"),
     dl.Swish(),
+    dl.LayerNorm("image"),
     dl.HardSigmoid(),
     dl.GlobalAveragePool2D(),
     dl.PReLU(shared=True),
@@ -56,6 +60,8 @@ def test_shapes_and_learnables():
     assert shapes["both"] == (20, 7, 6) and shapes["globalaveragepool1"] == (20, 1, 1)
     assert net.parameters["up.weight"].shape == (8, 4, 4, 4)
     assert net.parameters["dense1.weight"].shape == (3, 20)
+    assert net.parameters["layernorm1.gamma"].shape == (20,)
+    assert net.parameters["layernorm2.beta"].shape == (20, 7, 6)
     assert net["up"].multiply_adds((8, 7, 6), (4, 14, 12)) == 8 * 7 * 6 * 4 * 16
 
 
@@ -199,6 +205,11 @@ def test_losses_read_an_activation_that_is_not_stored(world, op):
         ([dl.Conv2D(3, 4, groups=0)], "groups must be an integer >= 1, got 0"),
         ([dl.BatchNorm(epsilon=0.0)], "batchnorm1: expected epsilon > 0 and a decay from 0 to 1"),
         ([dl.BatchNorm(decay=3.0)], "batchnorm1: expected epsilon > 0 and a decay from 0 to 1"),
+        ([dl.LayerNorm("rows")], "layernorm1: over must be 'channels' or 'image', got 'rows'"),
+        ([dl.LayerNorm(epsilon=0)], "layernorm1: epsilon must be a number > 0, got 0"),
+        ([dl.InstanceNorm(affine=1)], "instancenorm1: affine must be True or False, got 1"),
+        ([dl.GroupNorm(3)], "groupnorm1: 3 groups do not divide the 4 channels"),
+        ([dl.Dense(3), dl.InstanceNorm()], "instancenorm1: expected more than one number per"),
         ([dl.LeakyReLU(-1.0)], "leakyrelu1: scale must be a number >= 0, got -1.0"),
         ([dl.GELU("erf")], "gelu1: approximate must be 'none' or 'tanh', got 'erf'"),
         ([dl.PReLU(initial=float("nan"))], "prelu1: initial must be a finite number, got nan"),

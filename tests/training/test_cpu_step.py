@@ -55,7 +55,17 @@ def frozen():
     return small().freeze(*small().layer_names[:2])
 
 
+def image_normalized():
+    layers = [
+        *(dl.Conv2D(3, 12, padding=1), dl.LayerNorm(), dl.GELU(), dl.Conv2D(1, 12)),
+        *(dl.GroupNorm(4, offset_learn_rate_factor=0), dl.ReLU(), dl.Conv2D(3, 8)),
+        *(dl.InstanceNorm(affine=False), dl.Swish(), dl.LayerNorm("image"), dl.Dense(3)),
+    ]
+    return dl.Network(layers, (1, SIDE, SIDE), seed=1)
+
+
 NETWORKS = {"small": small, "residual": residual, "frozen": frozen}
+NETWORKS["image_normalized"] = image_normalized
 SOLVERS = {
     "sgdm": lambda **factors: dl.SGDM(0.1, 0.9, **factors),
     "decay and clipping": lambda **factors: dl.SGDM(
