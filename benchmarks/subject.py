@@ -14,7 +14,7 @@ from mpidl.backends.cpu import builds
 from mpidl.backends.shapes import Geometry, Windows
 from mpidl.cli import start
 from mpidl.core import keyed
-from mpidl.nn import AveragePool2D, Conv2D, Dense, Dropout, Network, ReLU, zoo
+from mpidl.nn import AveragePool2D, Conv2D, Dense, Dropout, Network, ReLU, StochasticDepth, zoo
 from mpidl.ops import check
 from mpidl.ops.pool import windows
 
@@ -45,7 +45,7 @@ def network(
         image = inspect.signature(zoo.NETWORKS[name]).parameters["input_shape"].default
     net = start.network(name, tuple(image or (1, 28, 28)), CLASSES, seed)
     for layer in net.layers:
-        if isinstance(layer, Dropout) and not dropout:
+        if isinstance(layer, (Dropout, StochasticDepth)) and not dropout:
             layer.probability = 0.0
     return net
 

@@ -237,6 +237,23 @@ def _part(net, layer, shape, inplace):
         def forward(self, *values):
             return torch.cat(values, 1)
 
+    class Multiply(nn.Module):
+        def forward(self, a, b):
+            return a * (b if a.dim() == b.dim() else b[..., None, None])
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.empty(shape[0]))
+
+        def forward(self, x):
+            return x * self.scale.view(-1, *[1] * (len(shape) - 1))
+
+    class StochasticDepth(nn.Module):
+        def forward(self, x):
+            ones = x.new_ones(len(x), *[1] * len(shape))
+            return x * nn.functional.dropout(ones, layer.probability, self.training)
+
     kind = type(layer).__name__
     if kind == "Conv2D":
         return _conv(layer, shape, net.parameters[f"{layer.name}.weight"].shape[2:])
@@ -263,11 +280,16 @@ def _part(net, layer, shape, inplace):
         "Swish": nn.SiLU,
         "GlobalAveragePool2D": lambda: nn.AdaptiveAvgPool2d(1),
         "Dropout": lambda: nn.Dropout(layer.probability),
+        "StochasticDepth": StochasticDepth,
+        "HardSigmoid": nn.Hardsigmoid,
+        "Multiply": Multiply,
+        "Scale": Scale,
         "Flatten": nn.Flatten,
         "Add": Sum,
         "Concat": Concat,
     }
-    if kind not in makers:
+    is_other_line = kind == "HardSigmoid" and (layer.alpha, layer.beta) != (1 / 6, 0.5)
+    if kind not in makers or is_other_line:
         raise UserError(f"layer {layer.name}: this benchmark cannot convert {kind} to PyTorch")
     return makers[kind]()
 

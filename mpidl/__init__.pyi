@@ -49,6 +49,7 @@ from mpidl.nn.layers.base import Layer as Layer
 from mpidl.nn.layers.convolution import *
 from mpidl.nn.layers.dense import *
 from mpidl.nn.layers.dropout import *
+from mpidl.nn.layers.gates import *
 from mpidl.nn.layers.group_norm import *
 from mpidl.nn.layers.joins import *
 from mpidl.nn.layers.normalization import *
@@ -65,6 +66,7 @@ from mpidl.ops.concat import *
 from mpidl.ops.conv import *
 from mpidl.ops.dense import *
 from mpidl.ops.dropout import *
+from mpidl.ops.gates import *
 from mpidl.ops.group_norm import *
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *

@@ -126,6 +126,7 @@ NAMES: dict[str, str] = {
     "dropoutLayer": "dl.Dropout(0.5)",
     "fullyConnectedLayer": "dl.Dense(outputs)",
     "additionLayer": "dl.Add(inputs=(...))",
+    "multiplicationLayer": "dl.Multiply(inputs=(...))",
     "depthConcatenationLayer": "dl.Concat(inputs=(...))",
     "softmaxLayer": "dl.Softmax(), which dl.train and dl.predict do not need",
     "classificationLayer regressionLayer": "the network's scores and a loss of "

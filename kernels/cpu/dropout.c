@@ -20,6 +20,7 @@ struct job {
     int32_t threshold;
     float scale;
     uint32_t epoch, key[2];
+    int whole_images;
 };
 
 /* Compute the upper and the lower 32 bits of the products of a with m. */
@@ -68,6 +69,18 @@ static void dropout_tile(void *argument, int64_t tile, float *own) {
         low[lane] = (uint32_t)sample, high[lane] = (uint32_t)(sample >> 32);
     }
     vec scale = splat(job->scale);
+    if (job->whole_images) { /* all rows have the random number of row 0 */
+        int64_t at = block * job->rows * LANES, end = least(stop * GROUP, job->rows);
+        for (int part = 0; part < LANES; part += WIDTH) {
+            uvec words[GROUP / 2];
+            philox((uvec){0}, *(const uvec *)(low + part), *(const uvec *)(high + part),
+                   (uvec){0} + job->epoch, job->key, words);
+            ivec stays = (ivec)(words[0] << 16 >> 16) >= job->threshold;
+            for (int64_t i = at + first * GROUP * LANES; i < at + end * LANES; i += LANES)
+                store(job->y + i + part, keep(stays, load(job->x + i + part) * scale));
+        }
+        return;
+    }
     for (int64_t group = first; group < stop; group++)
         for (int part = 0; part < LANES; part += WIDTH) {
             uvec words[GROUP / 2];
@@ -91,7 +104,8 @@ static void dropout_tile(void *argument, int64_t tile, float *own) {
 }
 
 void mpidl_dropout(const value *x, value *y, const int64_t *samples, int64_t blocks, int64_t rows,
-                   int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1) {
+                   int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1,
+                   int64_t whole_images) {
     struct job job = {.x = x,
                       .y = y,
                       .samples = samples,
@@ -100,6 +114,7 @@ void mpidl_dropout(const value *x, value *y, const int64_t *samples, int64_t blo
                       .threshold = (int32_t)threshold,
                       .scale = scale,
                       .epoch = (uint32_t)epoch,
-                      .key = {(uint32_t)key0, (uint32_t)key1}};
+                      .key = {(uint32_t)key0, (uint32_t)key1},
+                      .whole_images = (int)whole_images};
     each_tile(blocks * job.tiles, dropout_tile, &job, 0);
 }

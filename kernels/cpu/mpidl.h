@@ -140,9 +140,21 @@ void mpidl_take_channels(const value *x, value *y, int64_t blocks, int64_t chann
                          int64_t outputs, const int64_t *indices);
 
 /* dropout.c: samples is (blocks, 16), rows is the number of elements per image, and threshold is
- * the dropout probability in units of 1/65536. */
+ * the dropout probability in units of 1/65536. If whole_images is 1, an image has one random number. */
 void mpidl_dropout(const value *x, value *y, const int64_t *samples, int64_t blocks, int64_t rows,
-                   int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1);
+                   int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1,
+                   int64_t whole_images);
+
+/* gates.c: axes is struct axes of gates.c, with the steps of a and b or, for mpidl_multiply_dx, of
+ * x and dx. dx is the product of dy and x, summed over the axes that dx lacks. */
+void mpidl_multiply(const value *a, const value *b, value *y, int64_t blocks, const int64_t *axes);
+void mpidl_multiply_dx(const value *dy, const value *x, value *dx, int64_t blocks,
+                       const int64_t *axes);
+void mpidl_scale_channels(const value *x, const float *factor, value *y, int64_t blocks,
+                          int64_t channels, int64_t pixels);
+/* nodes (count, channels) receives this rank's nodes */
+void mpidl_scale_channels_dfactor(const value *dy, const value *x, float *nodes, int64_t count,
+                                  const int64_t *tree, int64_t channels, int64_t pixels);
 
 /* group_norm.c: normalization within an image, over `groups` groups of channels, or over the channels
  * of each pixel if `groups` is 0. statistics (blocks, 2, groups or pixels, 16) receives the mean and

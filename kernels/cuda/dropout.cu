@@ -25,16 +25,17 @@ __device__ __forceinline__ Words philox(u32 a, u32 b, u32 c, u32 d, u32 low, u32
 
 // x and y are (images, pixels, C), epoch is (1,), samples is (images,). Pixel p of channel c is
 // element number c * pixels + p. A thread processes up to 8 pixels of one channel, and neighbouring
-// threads have neighbouring channels. `parts` blocks of threads share an image.
+// threads have neighbouring channels. `parts` blocks of threads share an image. If `whole_images`,
+// all elements of an image have the random number of element 0.
 extern "C" __global__ void __launch_bounds__(256)
 dropout(const value* __restrict__ x, value* __restrict__ y, const int* __restrict__ epoch,
         const int* __restrict__ samples, int threshold, float scale, int key0, int key1, int C,
-        int pixels, int parts) {
+        int pixels, int parts, int whole_images) {
     const int image = blockIdx.x / parts;
     const int t = blockIdx.x % parts * blockDim.x + threadIdx.x, c = t % C, p = t / C * GROUP;
     if (p >= pixels) return;
     const int count = min((int)GROUP, pixels - p);
-    const u64 element = (u64)c * pixels + p;
+    const u64 element = whole_images ? 0 : (u64)c * pixels + p;
     const u32 group = (u32)(element / GROUP), sample = samples[image];
     int skip = (int)(element % GROUP);
     const Words here = philox(group, sample, 0, epoch[0], key0, key1);
@@ -47,6 +48,7 @@ dropout(const value* __restrict__ x, value* __restrict__ y, const int* __restric
         low = low >> by | high << (64 - by);
         high = high >> by | then << (64 - by);
     }
+    if (whole_images) low = high = (low & 0xffff) * 0x0001000100010001ull;
     const long long at = ((long long)image * pixels + p) * C + c;
     float v[GROUP];
 #pragma unroll

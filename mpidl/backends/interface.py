@@ -441,6 +441,7 @@ class Backend(TrainingFunctions, Protocol):
         key: tuple[int, ...],
         epoch: Any,
         samples: Array,
+        whole_images: bool,
     ) -> Lanes:
         """Multiply x by scale, and set elements to 0 if their random number is below `threshold`.
 
@@ -456,7 +457,31 @@ class Backend(TrainingFunctions, Protocol):
             The epoch, and the sample index of each lane. On a GPU, `epoch` is an int32 Array (1,)
             and `samples` an int32 Array (B * 16,). Every replay of a recorded training step reads
             these Arrays again.
+        whole_images : bool
+            Whether all elements of an image have the random number of its first element.
         """
+
+    # gates
+
+    def multiply(self, a: Lanes, b: Lanes) -> Lanes:
+        """Return a * b.
+
+        The shapes of the images are equal, or broadcast as in NumPy. Features (C,) have one number
+        per channel, like (C, 1, 1).
+        """
+
+    def multiply_dx(self, dy: Lanes, other: Lanes, x: Lanes) -> Lanes:
+        """Return the gradient of `multiply` with respect to one of its operands.
+
+        This is the product of dy and the other operand, summed over the axes along which x was
+        broadcast. Only the shape of x and its order in memory are used.
+        """
+
+    def scale_channels(self, x: Lanes, factor: Vector) -> Lanes:
+        """Return x * factor, per channel."""
+
+    def scale_channels_dfactor(self, dy: Lanes, x: Lanes, tree: Tree) -> Partial:
+        """Sum dy * x over images and pixels: (C,). dy must be zero in unused lanes."""
 
     # join
 

@@ -115,3 +115,32 @@ def channel_window(size: int) -> Pair:
     If `size` is even, there is one more channel after than before, as in MATLAB.
     """
     return (size - 1) // 2, size // 2
+
+
+Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def product_axes(y: Sequence[int], a: Sequence[int], b: Sequence[int]) -> Axes:
+    """Return the sizes of three axes of a product, and the steps of both operands along them.
+
+    `y` is the shape of the product. `a` and `b` have equally many axes, of the size in `y` or 1.
+    All shapes list the axes as they are in memory, the fastest last. Neighbouring axes are merged
+    if each operand has both or neither of them. The step of an operand is the distance of
+    neighbours in memory, and 0 along an axis that the operand lacks.
+    """
+    merged: list[tuple[int, tuple[bool, bool]]] = [(1, (True, True))] * 3
+    for size, *parts in zip(y, a, b, strict=True):
+        has = parts[0] == size, parts[1] == size
+        if size > 1 and merged[-1][0] > 1 and merged[-1][1] == has:
+            merged[-1] = merged[-1][0] * size, has
+        elif size > 1:
+            merged.append((size, has))
+    if any(size > 1 for size, _ in merged[:-3]):
+        raise ValueError(f"expected at most three axes of different broadcasting, got {a} and {b}")
+    axes, steps = merged[-3:], [1, 1]
+    all_steps: list[tuple[int, int]] = []
+    for size, has in reversed(axes):
+        all_steps.insert(0, (steps[0] * has[0] * (size > 1), steps[1] * has[1] * (size > 1)))
+        steps = [step * size if part else step for step, part in zip(steps, has, strict=True)]
+    of_a, of_b = zip(*all_steps, strict=True)
+    return tuple(size for size, _ in axes), of_a, of_b

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpidl.cli import arguments, pretrained, remote, start, train_data, train_results, user_files
@@ -44,7 +44,11 @@ def run(typed: Mapping[str, Any]) -> int:
 
 
 def train(
-    typed: Mapping[str, Any], world: World, signals: failure.Signals, lock: FolderLock
+    typed: Mapping[str, Any],
+    world: World,
+    signals: failure.Signals,
+    lock: FolderLock,
+    hooks: Iterable[object] = (),
 ) -> int:
     """Train a network as the command does, and return the exit code. Collective.
 
@@ -58,6 +62,8 @@ def train(
         Requests to stop.
     lock : FolderLock
         Lock of the results folder. This function takes the lock if the caller has not taken it.
+    hooks : iterable of object, optional
+        Hooks in addition to those of the options.
     """
     training = Training(typed, world, signals, lock)
     training.resolve_options()
@@ -67,7 +73,7 @@ def train(
     training.build_network()
     training.prepare_folder()
     training.announce()
-    return training.train()
+    return training.train(hooks)
 
 
 def _open_session(typed, world, lock):
@@ -191,7 +197,7 @@ class Training:
         path = os.path.join(self.out, OPTIONS)
         configuration.write_options(path, self.resolved, versions, self.weights_file)
 
-    def train(self):
+    def train(self, hooks: Iterable[object] = ()) -> int:
         """Train and test the network, and write the results; return the exit code."""
         world, session, lock = self.world, self.session, self.session.lock
         facts = {"weights_file": self.weights_file, "network_file": self.network_file}
@@ -207,7 +213,7 @@ class Training:
                 self.net,
                 self.sets.train,
                 self.options,
-                [*self.recorders, self.status_hook, *page_hooks],
+                [*self.recorders, self.status_hook, *page_hooks, *hooks],
                 facts={"run": self.run, **{name: value for name, value in facts.items() if value}},
             )
             return survival.attempt(

@@ -40,13 +40,18 @@ class Value(NamedTuple):
     order: tuple[int, ...] = ()
     # Shape (C, H, W) before flattening, if the value is a vector and `order` is not empty.
     image: tuple[int, ...] = ()
-    # (groups, channels per group) if the channels are two axes in the graph.
+    # Whether the value is (C, 1, 1) in the graph, and the layer's output has the shape (C,). Only
+    # products accept this, as gates of channels.
+    is_unsqueezed: bool = False
+    # (groups, channels per group) if the channels are two axes in the graph, or (groups, numbers
+    # per group) if these two axes are all axes of an image.
     groups: tuple[int, ...] = ()
 
     def graph_shape(self) -> tuple[int, ...]:
         """Return the shape of the value with the graph's order of axes."""
         if self.groups:
-            return *self.groups, *self.shape[1:]
+            pixels = self.shape[1:] if math.prod(self.groups) == self.shape[0] else ()
+            return *self.groups, *pixels
         return tuple(self.shape[i] for i in self.order) if self.is_permuted() else self.shape
 
     def is_permuted(self) -> bool:
@@ -167,8 +172,10 @@ class Builder:
 
         If the axes of the input do not have the order (C, H, W), the layer must preserve the axes.
         """
+        if not isinstance(layer, nn.Multiply) and any(value.is_unsqueezed for value in reads):
+            raise Unsupported("it reads features as images of one pixel")
         layer.name = self._unique_name(node.name)
-        if isinstance(layer, nn.Add | nn.Concat):
+        if isinstance(layer, nn.Add | nn.Concat | nn.Multiply):
             layer.inputs = tuple(value.layer for value in reads)
         elif reads[0].layer != (self.layers[-1].name if self.layers else graph.IMAGES):
             layer.after = reads[0].layer
@@ -185,7 +192,8 @@ class Builder:
             self.arrays[f"{layer.name}.{name}"] = array
         self.layers.append(layer)
         self.reads[layer.name] = reads
-        return reads[0]._replace(layer=layer.name, shape=built.output_shape)
+        output = reads[0]._replace(layer=layer.name, shape=built.output_shape)
+        return output._replace(is_unsqueezed=False)
 
     def remove(self, x: Value, *types: type[nn.Layer]) -> Value | None:
         """Remove the layer that computes x, so that the caller can add another layer instead, and
@@ -213,21 +221,43 @@ class Builder:
         """Add x * scale + shift, where scale and shift have one element, or one per channel.
 
         Before the first layer, the operation becomes the normalization of the images. In this case,
-        scale and shift may also have one element per pixel. After a layer, the operation becomes a
-        frozen batch normalization.
+        scale and shift may also have one element per pixel. After a normalization within images,
+        it changes gamma and beta. After another layer, factors of channels become a Scale layer,
+        and other operations a frozen batch normalization.
         """
-        channels = x.shape[0]
+        channels, of_channels = x.shape[0], np.size(scale) > 1 and not np.any(shift)
         if x.layer == graph.IMAGES and not self.layers and self.is_read_once(x):
             scale, shift = (_broadcast(v, x) for v in (scale, shift))
+            if not scale.all():
+                raise Unsupported("a factor is 0 or not finite")
             centre, divisor = self.scaling or (np.zeros((1, 1, 1)), np.ones((1, 1, 1)))
             self.scaling = centre - shift * divisor / scale, divisor / scale
             return x
         scale, shift = (per_channel(v, x) for v in (scale, shift))
+        if self._has_factors(x):
+            self._change_factors(x, scale, shift)
+            return x
+        if of_channels:
+            return self.add(node, nn.Scale(), [x], scale=scale)
         layer = nn.BatchNorm(epsilon=UNIT_VARIANCE["epsilon"], trainable=False)
         zeros, ones = np.zeros(channels), np.ones(channels)
         variance = ones * UNIT_VARIANCE["variance"]
         arrays = {"gamma": scale, "beta": shift, "mean": zeros, "variance": variance}
         return self.add(node, layer, [x], **arrays)
+
+    def _has_factors(self, x: Value) -> bool:
+        """Return whether x is the output of the last layer, a norm whose factors may change."""
+        kinds = nn.GroupNorm | nn.InstanceNorm | nn.LayerNorm
+        layer = self.layers[-1] if self.layers else None
+        return isinstance(layer, kinds) and layer.name == x.layer and self.is_read_once(x)
+
+    def _change_factors(self, x: Value, scale: np.ndarray, shift: np.ndarray) -> None:
+        """Multiply gamma and beta of the layer that computes x by scale, and add shift to beta."""
+        for name, offset in (("gamma", np.zeros(1)), ("beta", shift)):
+            old = self.arrays[f"{x.layer}.{name}"]
+            axes = (-1, *(1,) * (old.ndim - 1))
+            new = old * scale.reshape(axes) + offset.reshape(axes)
+            self.arrays[f"{x.layer}.{name}"] = new.astype(np.float32)
 
     def is_read_once(self, x: Value) -> bool:
         """Return whether a value is read exactly once, counting reads under all of its names."""

@@ -156,13 +156,14 @@ def _scale(node, builder):
     constant = np.asarray(constant, np.float64)
     if node.type == "Sub":
         return builder.affine(node, x, np.ones(1), -constant)
-    if not (np.isfinite(constant).all() and constant.all()):
+    divides_by_0 = node.type == "Div" and not constant.all()
+    if divides_by_0 or not np.isfinite(constant).all():
         raise Unsupported("a factor is 0 or not finite")
     return builder.affine(node, x, 1 / constant if node.type == "Div" else constant, np.zeros(1))
 
 
 def _gated(node, builder):
-    """Add x * Sigmoid(x) or x * HardSigmoid(x), with the factors in either order."""
+    """Add a product of two values, x * Sigmoid(x) or x * HardSigmoid(x) as one activation."""
     for i in (0, 1):
         x, gate = node.value(i, any_order=True), node.value(1 - i, any_order=True)
         layer = builder.layers[-1] if builder.layers else None
@@ -173,4 +174,7 @@ def _gated(node, builder):
         )
         if (is_hard or isinstance(layer, nn.Sigmoid)) and builder.remove(gate, type(layer)):
             return builder.add(node, nn.HardSwish() if is_hard else nn.Swish(), [x])
-    raise Unsupported("it combines two values, or a constant with a value")
+    factors = same_order([node.value(i, any_order=True) for i in (0, 1)])
+    if len(factors[0].shape) != len(factors[1].shape):
+        raise Unsupported("it multiplies features by images")
+    return builder.add(node, nn.Multiply(), factors)

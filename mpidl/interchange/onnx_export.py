@@ -82,6 +82,16 @@ def _cross_channel_norm(layer, shape):
     return "LRN", {"size": layer.window, **{k: float(v) for k, v in constants.items()}}
 
 
+def _layer_norm(layer, shape):
+    if _is_of_pixels(layer, shape):
+        return "Transpose", {"perm": [0, 3, 1, 2]}  # after another one; see FIRST_NODES
+    return "LayerNormalization", {"axis": 1, "epsilon": float(layer.epsilon)}
+
+
+def _is_of_pixels(layer, shape):
+    return layer.over == "channels" and len(shape) == 3
+
+
 def _resize(layer, shape):
     rule = checked_rule(layer.name, layer.mode, layer.coordinates, layer.rounding)
     return "Resize", {
@@ -120,6 +130,12 @@ OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]
         {"epsilon": float(layer.epsilon), "momentum": 1.0 - layer.decay},
     ),
     nn.CrossChannelNorm: _cross_channel_norm,
+    nn.LayerNorm: _layer_norm,
+    nn.GroupNorm: lambda layer, shape: ("Add" if layer.affine else "Reshape", {}),
+    nn.InstanceNorm: lambda layer, shape: (
+        "InstanceNormalization",
+        {"epsilon": float(layer.epsilon)},
+    ),
     nn.ReLU: lambda layer, shape: ("Relu", {}),
     nn.LeakyReLU: lambda layer, shape: ("LeakyRelu", {"alpha": float(layer.scale)}),
     nn.PReLU: lambda layer, shape: ("PRelu", {}),
@@ -145,6 +161,9 @@ OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]
     nn.Flatten: lambda layer, shape: ("Flatten", {"axis": 1}),
     nn.Pad2D: lambda layer, shape: ("Pad", {}),
     nn.Dense: lambda layer, shape: ("Gemm", {"transB": 1}),
+    nn.Multiply: lambda layer, shape: ("Mul", {}),
+    nn.Scale: lambda layer, shape: ("Mul", {}),
+    nn.StochasticDepth: lambda layer, shape: ("Identity", {}),
     nn.Add: lambda layer, shape: ("Sum", {}),
     nn.Concat: lambda layer, shape: ("Concat", {"axis": 1}),
 }
@@ -182,6 +201,21 @@ def _groups(layer, shape):
     return {"groups": groups, "shape": np.array([0, *shape], np.int64)}
 
 
+def _grouped(layer, shape):
+    ones, zeros = (np.full(layer.groups, number, np.float32) for number in (1, 0))
+    groups = {"groups": np.array([0, layer.groups, -1], np.int64), "ones": ones, "zeros": zeros}
+    return groups | {"shape": np.array([0, *shape], np.int64)}
+
+
+def _unit_factors(layer, shape):
+    """Return gamma and beta for a layer without them. Beta is omitted if it is optional."""
+    if layer.affine:
+        return {}
+    if isinstance(layer, nn.LayerNorm):
+        return {"ones": np.ones(shape if layer.over == "image" else shape[:1], np.float32)}
+    return {"ones": np.ones(shape[:1], np.float32), "zeros": np.zeros(shape[:1], np.float32)}
+
+
 def _channel_range(layer, shape):
     numbers = {"start": layer.start, "stop": layer.stop, "axis": 1}
     return {name: np.array([number], np.int64) for name, number in numbers.items()}
@@ -195,6 +229,9 @@ CONSTANTS: dict[type[nn.Layer], Callable[[Any, Shape], dict[str, Any]]] = {
     nn.ChannelShuffle: _groups,
     nn.ChannelSlice: _channel_range,
     nn.Clip: _clip_limits,
+    nn.GroupNorm: _grouped,
+    nn.InstanceNorm: _unit_factors,
+    nn.LayerNorm: _unit_factors,
     nn.Pad2D: _pads,
     nn.Resize2D: _sizes,
 }
@@ -226,6 +263,27 @@ def _before_shuffle(layer, shape, inputs, add):
     return [add("Transpose", [x], f"{layer.name}.exchanged", perm=permutation), joined]
 
 
+def _before_channels_first(layer, shape, inputs, add):
+    if not _is_of_pixels(layer, shape):
+        return inputs
+    x, *factors = inputs
+    x = add("Transpose", [x], f"{layer.name}.channels_last", perm=[0, 2, 3, 1])
+    attributes = {"axis": -1, "epsilon": float(layer.epsilon)}
+    return [add("LayerNormalization", [x, *factors], f"{layer.name}.normalized", **attributes)]
+
+
+def _before_offset(layer, shape, inputs, add):
+    """Normalize groups as PyTorch does, because GroupNormalization differs between opsets."""
+    x, *factors, groups, ones, zeros, image = inputs
+    x, epsilon = add("Reshape", [x, groups], f"{layer.name}.grouped"), float(layer.epsilon)
+    x = add("InstanceNormalization", [x, ones, zeros], f"{layer.name}.normalized", epsilon=epsilon)
+    if not layer.affine:
+        return [x, image]
+    gamma, beta = factors
+    x = add("Reshape", [x, image], f"{layer.name}.image")
+    return [add("Mul", [x, gamma], f"{layer.name}.scaled"), beta]
+
+
 def _before_product(layer, shape, inputs, add):
     return [*inputs, add("Sigmoid", inputs, f"{layer.name}.sigmoid")]
 
@@ -235,6 +293,8 @@ def _before_product(layer, shape, inputs, add):
 FIRST_NODES: dict[type[nn.Layer], Callable[..., list[str]]] = {
     nn.AdaptiveAveragePool2D: _before_pooling,
     nn.ChannelShuffle: _before_shuffle,
+    nn.GroupNorm: _before_offset,
+    nn.LayerNorm: _before_channels_first,
     nn.Swish: _before_product,
 }
 
@@ -317,15 +377,35 @@ def _scaling(net):
     return {CENTRE: centre.reshape(shape), DIVISOR: divisor.reshape(shape)}
 
 
+# {layer class: its learnables with a number per channel that elementwise operators read}
+OF_CHANNELS: dict[type[nn.Layer], tuple[str, ...]] = {
+    nn.PReLU: ("slope",),
+    nn.Scale: ("scale",),
+    nn.GroupNorm: ("gamma", "beta"),
+}
+
+
 def _broadcastable(net, arrays):
-    """Return learnables with slopes reshaped to (C, 1, 1), so that ONNX can broadcast them."""
+    """Return learnables of channels, reshaped to (C, 1, 1), so that ONNX can broadcast them."""
     shapes, reshaped = dict(zip(net.layer_names, net.output_shapes, strict=True)), dict(arrays)
     for layer in net.layers:
-        if isinstance(layer, nn.PReLU):
-            name = f"{layer.name}.slope"
-            axes_after = len(shapes[layer.name]) - 1
-            reshaped[name] = reshaped[name].reshape(-1, *(1,) * axes_after)
+        names = OF_CHANNELS.get(type(layer), ())
+        for name in (f"{layer.name}.{name}" for name in names):
+            if name in reshaped:
+                axes_after = len(shapes[layer.name]) - 1
+                reshaped[name] = reshaped[name].reshape(-1, *(1,) * axes_after)
     return reshaped
+
+
+def _factors(layer, ranks, inputs, add):
+    """Return the inputs of a product, with features (C,) as (C, 1, 1) if the other has images."""
+    factors = list(inputs)
+    for i in range(2):
+        if ranks[i] < ranks[1 - i]:
+            prefix, axes = f"{layer.name}.{i}", list(range(2, 1 + ranks[1 - i]))
+            constant = add("Constant", [], f"{prefix}.axes", value_ints=axes)
+            factors[i] = add("Unsqueeze", [inputs[i], constant], f"{prefix}.images")
+    return factors
 
 
 def _nodes(onnx, net, normalize_images):
@@ -341,10 +421,14 @@ def _nodes(onnx, net, normalize_images):
             operator = "Sub" if array == CENTRE else "Div"
             names[IMAGES] = add(operator, [names[IMAGES], array], f"{array}d")
     arrays = list(net.parameters | net.state)
+    shapes = {IMAGES: net.input_shape} | dict(zip(net.layer_names, net.output_shapes, strict=True))
     for (layer, shape), reads in zip(_input_shapes(net), net.reads, strict=True):
         inputs = [names[read] for read in reads]
         if isinstance(layer, nn.Dense) and len(shape) > 1:
             inputs = [add("Flatten", inputs, f"{layer.name}.images", axis=1)]
+        if isinstance(layer, nn.Multiply):
+            ranks = [len(shapes[read]) for read in reads]
+            inputs = _factors(layer, ranks, inputs, add)
         inputs += [name for name in arrays if name.rpartition(".")[0] == layer.name]
         constants = _constants(layer, shape)
         inputs += ["" if constants[name] is None else name for name in constants]

@@ -12,6 +12,7 @@ import numpy as np
 from mpidl.errors import UserError
 from mpidl.interchange import input_pixels, onnx_export, onnx_file, onnx_patterns
 from mpidl.interchange import onnx_elementwise as onnx_elementwise
+from mpidl.interchange import onnx_norms as onnx_norms
 from mpidl.interchange import onnx_operators as onnx_operators
 from mpidl.interchange import onnx_resize as onnx_resize
 from mpidl.interchange import onnx_shapes as onnx_shapes

@@ -190,9 +190,20 @@ def _gemm(node, builder):
 def _matmul(node, builder):
     is_from_left = isinstance(node.input(0), np.ndarray)
     x = node.value(int(is_from_left), any_order=True)
+    if x.is_permuted() and x.order[-1] == 0 and not is_from_left:
+        return _dense_of_pixels(node, builder, x)
     if len(x.shape) == 3:
         return _adaptive_pool(node, builder, node.value(int(is_from_left)), is_from_left)
     return _dense(node, builder, node.constant(1).T, None)
+
+
+def _dense_of_pixels(node, builder, x):
+    """Add the 1x1 convolution that computes a dense layer of the channels of each pixel."""
+    weight = node.constant(1).T
+    if weight.shape[1:] != x.shape[:1]:
+        raise Unsupported(f"it multiplies {('N', *x.graph_shape())} by {weight.shape[::-1]}")
+    weight = np.ascontiguousarray(weight)[:, :, None, None]
+    return builder.add(node, nn.Conv2D(1, len(weight), bias=False), [x], weight=weight)
 
 
 def _adaptive_pool(node, builder, x, is_of_rows):

@@ -35,6 +35,15 @@ def _squeeze(node, builder):
     return flat(node, builder, x)
 
 
+@operator("Unsqueeze")
+def _unsqueeze(node, builder):
+    x = node.value()
+    axes = node.get("axes", None) if node.input(1) is None else node.constant(1).tolist()
+    if axes is None or len(x.shape) != 1 or sorted(n % 4 for n in axes) != [2, 3]:
+        raise Unsupported(f"axes are {axes}")
+    return x._replace(shape=(*x.shape, 1, 1), is_unsqueezed=True)
+
+
 @operator("Reshape")
 def _reshape(node, builder):
     x = node.value(any_order=True, any_groups=True)
@@ -46,8 +55,13 @@ def _reshape(node, builder):
         return flat(node, builder, x)
     if is_batch and tuple(sizes[1:]) == x.graph_shape():
         return x
+    if is_batch and len(x.shape) == 1 and not x.order and sizes[1:] == [features, 1, 1]:
+        return x._replace(shape=(features, 1, 1), is_unsqueezed=True)
     groups, pixels = tuple(sizes[1:3]), tuple(sizes[3:])
     if is_batch and not x.order and (int(np.prod(groups)), *pixels) == x.shape:
+        return x._replace(groups=groups)
+    are_groups = len(sizes) == 3 and groups[0] > 0 and x.shape[0] % groups[0] == 0
+    if is_batch and not x.order and are_groups and int(np.prod(groups)) == features:
         return x._replace(groups=groups)
     raise Unsupported(f"it reshapes {('N', *x.graph_shape())} to {sizes}")
 

@@ -17,14 +17,22 @@ import numpy as np
 from mpidl.errors import UserError
 from mpidl.interchange import timm_names
 from mpidl.nn import Network
-from mpidl.nn.layers import BatchNorm, Conv2D, PReLU, Scale
+from mpidl.nn.layers import (
+    BatchNorm,
+    Conv2D,
+    GroupNorm,
+    InstanceNorm,
+    LayerNorm,
+    PReLU,
+    Scale,
+)
 from mpidl.text import did_you_mean
 
 # A function that maps an array name in a file to the name in a network, or to None to skip it.
 Rename: TypeAlias = Callable[[str], "str | None"]
 Names: TypeAlias = "str | Mapping[str, str] | Rename"
 
-# {array name in PyTorch's BatchNorm2d: name in mpidl}. mpidl has no array for COUNTER.
+# {array name in PyTorch's normalization modules: name in mpidl}. mpidl has no array for COUNTER.
 NORMALIZATION = {
     "weight": "gamma",
     "bias": "beta",
@@ -129,7 +137,7 @@ def torchvision_counters(net: Network) -> list[str]:
 def torchvision_name(name: str, net: Network) -> str:
     """Return torchvision's name of an array, "layer1.0.bn1.weight" for "layer1_0_bn1.gamma"."""
     layer, _, array = name.rpartition(".")
-    if isinstance(net[layer], BatchNorm):
+    if isinstance(net[layer], BatchNorm | GroupNorm | InstanceNorm | LayerNorm):
         array = next(key for key, value in NORMALIZATION.items() if value == array)
     elif isinstance(net[layer], PReLU):
         array = "weight"

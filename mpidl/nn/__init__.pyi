@@ -6,6 +6,7 @@ from mpidl.nn.layers.base import LayerContext as LayerContext
 from mpidl.nn.layers.convolution import *
 from mpidl.nn.layers.dense import *
 from mpidl.nn.layers.dropout import *
+from mpidl.nn.layers.gates import *
 from mpidl.nn.layers.joins import *
 from mpidl.nn.layers.normalization import *
 from mpidl.nn.layers.pooling import *

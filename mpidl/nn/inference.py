@@ -1,4 +1,4 @@
-"""Prepare networks for prediction: batch normalization becomes part of the preceding layer."""
+"""Prepare networks for prediction: normalizations and scales join the preceding layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidl.nn import graph
 from mpidl.nn.construction import layer_of
-from mpidl.nn.layers import BatchNorm, Conv2D, Dense, Layer, TransposedConv2D
+from mpidl.nn.layers import BatchNorm, Conv2D, Dense, Layer, Scale, TransposedConv2D
 from mpidl.nn.network import Network
 
 # {type of a layer that can include a batch normalization: axis of the outputs in its weight}.
@@ -22,7 +22,8 @@ def fold_batchnorm(net: Network) -> Network:
 
     A batch normalization with running statistics multiplies each channel by a number and adds
     another number. These numbers can be included in the weight and bias of a convolution or dense
-    layer that directly precedes it, if no other layer reads its output. The scores change only by
+    layer that directly precedes it, if no other layer reads its output. The same holds for the
+    factors of a Scale layer. The scores change only by
     rounding. The copy shares unchanged arrays with `net`, which is returned itself if no batch
     normalization can be included or if it is on a GPU.
     """
@@ -30,7 +31,7 @@ def fold_batchnorm(net: Network) -> Network:
     norms = [
         i
         for i, (layer, before) in enumerate(zip(net.layers[1:], net.layers, strict=False), 1)
-        if type(layer) is BatchNorm
+        if type(layer) in (BatchNorm, Scale)
         and type(before) in OUTPUT_AXIS
         and net.reads[i] == (before.name,)
         and readers[before.name] == 1
@@ -58,10 +59,14 @@ def fold_batchnorm(net: Network) -> Network:
 
 
 def _folded_arrays(net, layer, norm):
-    """Return a weight and a bias of `layer` that include the batch normalization `norm`."""
-    gamma, beta = (net.parameters[f"{norm.name}.{name}"] for name in ("gamma", "beta"))
-    mean, variance = (net.state[f"{norm.name}.{name}"] for name in ("mean", "variance"))
-    scale = gamma / np.sqrt(variance.astype(np.float64) + norm.epsilon)
+    """Return a weight and a bias of `layer` that include the layer `norm` after it."""
+    if isinstance(norm, Scale):
+        scale = net.parameters[f"{norm.name}.scale"].astype(np.float64)
+        beta, mean = np.float32(0), np.float32(0)
+    else:
+        gamma, beta = (net.parameters[f"{norm.name}.{name}"] for name in ("gamma", "beta"))
+        mean, variance = (net.state[f"{norm.name}.{name}"] for name in ("mean", "variance"))
+        scale = gamma / np.sqrt(variance.astype(np.float64) + norm.epsilon)
     weight = net.parameters[f"{layer.name}.weight"]
     bias = net.parameters.get(f"{layer.name}.bias", np.float32(0))
     shape = [1] * weight.ndim

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidl.nn import graph
 from mpidl.nn.construction import layer_of
-from mpidl.nn.layers import PReLU
+from mpidl.nn.layers import PReLU, Scale
 
 if TYPE_CHECKING:
     from mpidl.nn.network import Network
@@ -43,7 +43,7 @@ def image_shapes(net: Network) -> dict[str, tuple[int, ...]]:
     flattening and the layer.
     """
     with_learnables = {layer_of(key) for key in net.parameters}
-    with_learnables -= {layer.name for layer in net.layers if isinstance(layer, PReLU)}
+    with_learnables -= {layer.name for layer in net.layers if isinstance(layer, (PReLU, Scale))}
     shapes, inputs = {graph.IMAGES: net.input_shape}, {}
     for layer, reads, shape in zip(net.layers, net.reads, net.output_shapes, strict=True):
         before = inputs[layer.name] = shapes[reads[0]]

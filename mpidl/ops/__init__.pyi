@@ -14,6 +14,7 @@ from mpidl.ops.conv_norm_pool import conv2d_relu_norm_max_pool as conv2d_relu_no
 from mpidl.ops.dense import *
 from mpidl.ops.dropout import *
 from mpidl.ops.dropout import dropout_threshold as dropout_threshold
+from mpidl.ops.gates import *
 from mpidl.ops.group_norm import *
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *

@@ -20,6 +20,7 @@ from mpidl.core.fold import Partial
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Operand, Var, value_of
 from mpidl.docstrings import with_sections
+from mpidl.ops import gates
 from mpidl.ops.reductions import multiply_partial
 
 __all__ = [
@@ -134,11 +135,17 @@ def add(a: Any, b: Any) -> Any:
 
 @elementwise
 def multiply(a: Any, b: Any) -> Any:
-    """Return a * b, elementwise. A Partial can be multiplied by a replicated scalar."""
+    """Return a * b, elementwise. A Partial can be multiplied by a replicated scalar.
+
+    Features (N, C) times images (N, C, H, W) scale the channels of each image, like (N, C, 1, 1).
+    """
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, b)
     if isinstance(value_of(b), Partial):
         return multiply_partial(b, a)
+    x, y = value_of(a), value_of(b)
+    if gates.is_product(x, y):
+        return gates.multiply_blocked(a, b)
     return _multiply(a, b)
 
 

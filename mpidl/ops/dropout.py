@@ -36,7 +36,9 @@ def key_of(seed: int, purpose: str) -> tuple[int, ...]:
 
 
 @op(blocks=True)
-def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> WithVjp[Blocked]:
+def dropout(
+    x: Blocked, probability: float = 0.5, *, key: str = "dropout", whole_images: bool = False
+) -> WithVjp[Blocked]:
     """Set each element to 0 with a given probability, and divide the rest by 1 - probability.
 
     Parameters
@@ -49,6 +51,8 @@ def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> Wi
     key
         A string that distinguishes the dropout ops of a model. In a network, the key is the name
         of the layer.
+    whole_images
+        Whether to drop either all elements of an image or none (stochastic depth).
 
     Returns
     -------
@@ -58,11 +62,13 @@ def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> Wi
     Notes
     -----
     Dropout is described in Srivastava et al., "Dropout: a simple way to prevent neural networks
-    from overfitting", 2014. Elements are scaled during training, so prediction leaves elements
-    unchanged. The random generator Philox4x32-10 chooses the elements to drop
+    from overfitting", 2014, and stochastic depth in Huang et al., "Deep networks with stochastic
+    depth", 2016, arXiv:1603.09382. Elements are scaled during training, so prediction leaves
+    elements unchanged. The random generator Philox4x32-10 chooses the elements to drop
     (`reference.dropout.chances`). The choice depends only on the seed and epoch of the mini-batch,
-    the key, the sample number and the position in the sample. The choice is therefore the same on
-    any number of ranks, and the backward pass can compute it again instead of storing it.
+    the key, the sample number and, unless `whole_images`, the position in the sample. The choice is
+    therefore the same on any number of ranks, and the backward pass can compute it again instead
+    of storing it.
     """
     check.images("dropout", x)
     threshold = dropout_threshold("dropout", probability)
@@ -70,7 +76,7 @@ def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> Wi
     dropout_args = threshold, CHANCES / (CHANCES - threshold), key_of(batch.seed, key)
 
     def apply(lanes: Any) -> Any:
-        return backend.dropout(lanes, *dropout_args, *batch.samples())
+        return backend.dropout(lanes, *dropout_args, *batch.samples(), whole_images)
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         return (x.like(apply(dy.raw)), None)[: len(needs)]

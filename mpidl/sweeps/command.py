@@ -15,10 +15,20 @@ from mpidl.ranks.groups import Group
 from mpidl.ranks.world import World
 from mpidl.report import stop_file
 from mpidl.report.progress.rows import clock
+from mpidl.sweeps import search as searches
 from mpidl.sweeps import sweep as dispatch
 from mpidl.sweeps import sweep_file, trial_folder
 from mpidl.sweeps import sweep_table as report
-from mpidl.sweeps.trial_folder import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, TrialFolder
+from mpidl.sweeps.trial_folder import (
+    COMPLETE,
+    FAILED,
+    FINAL_STATES,
+    PRUNED,
+    RUNNING,
+    STOPPED,
+    WAITING,
+    TrialFolder,
+)
 from mpidl.text import printable
 from mpidl.training.files import checkpoint
 from mpidl.training.files.folder_lock import FolderLock
@@ -101,6 +111,9 @@ def _table_only(parsed):
     return 0
 
 
+PATIENCE = 45.0  # seconds until the files of a trial on another host are visible
+
+
 class Command:
     """The work of one run of the command.
 
@@ -118,6 +131,8 @@ class Command:
         self.sweep, self.out, self.retry_failed = sweep, out, retry_failed
         self.all = self.folders = trial_folder.folders_of(sweep, out)
         self.writes_table = True
+        self.search = None if sweep.search is None else searches.Proposer(sweep, out)
+        self.score = None if sweep.search is None else sweep.search.metric  # that ranks the trials
         self.skipped_code = 0  # the exit code if another job trains a trial of this group
 
     def select(self, number: int) -> None:
@@ -137,6 +152,8 @@ class Command:
             raise UserError(f"--out {self.out}: cannot be created: {reason(error)}") from error
         if not os.access(self.out, os.W_OK):
             raise UserError(f"--out {self.out}: cannot be written: no permission")
+        if self.search is not None:
+            self._check_search(self.search)
         for folder in self.folders:
             is_retried = self.retry_failed and folder.state() == FAILED
             if not is_retried and (changes := folder.changes()):
@@ -148,10 +165,19 @@ class Command:
                     f"{'; '.join(changes)}; expected the same file, or {ways}"
                 )
 
+    def _check_search(self, search):
+        search.check()
+        first = self.folders[0]
+        if not self.writes_table and (names := search.unended(first.number)):
+            raise UserError(
+                f"--trial {first.number}: expected that the trials before it have ended, up to "
+                f"trial {len(search.known_trials(first.number))}, found {names[0]}, which has not"
+            )
+
     def is_due(self, folder: TrialFolder) -> bool:
         """Return whether to train this trial."""
         state = folder.state()
-        return state != COMPLETE and (state != FAILED or self.retry_failed)
+        return state not in FINAL_STATES or (state == FAILED and self.retry_failed)
 
     def run(self, group: Group, signals: failure.Signals) -> int:
         """Train the trials and return the exit code. Collective over the job."""
@@ -164,7 +190,13 @@ class Command:
         def attempt(index):
             return self._attempt(group, self.folders[due[index]], signals)
 
-        for _, code in dispatch.run(len(due), attempt, group, signals, self.out):
+        def needs(index):
+            if self.search is None:
+                return ()
+            numbers = self.search.known_trials(self.folders[due[index]].number)
+            return [i for i in range(index) if self.folders[due[i]].number in numbers]
+
+        for _, code in dispatch.run(len(due), attempt, group, signals, self.out, needs):
             trained += code == 0 and group.is_leader
         trained = job.gop("sum", trained)
         skipped_code = job.gop("max", self.skipped_code)
@@ -182,7 +214,7 @@ class Command:
                     "the same command again",
                     flush=True,
                 )
-        if is_stopped and any(state not in (COMPLETE, FAILED) for state in states):
+        if is_stopped and any(state not in FINAL_STATES for state in states):
             return arguments.STOPPED
         if FAILED in states or skipped_code:
             return 1 if FAILED in states else skipped_code
@@ -193,15 +225,46 @@ class Command:
         ranks = group.job.size // group.count
         print(f"Sweep: {printable(self.sweep.path)}, {len(self.all)} trials")
         print(f"Ranks: {group.job.size}, {group.count} group(s) of {ranks}")
-        earlier = [f"{states.count(s)} {s}" for s in (COMPLETE, FAILED, STOPPED) if s in states]
+        earlier = [f"{states.count(s)} {s}" for s in (*FINAL_STATES, STOPPED) if s in states]
+        if self.sweep.search is not None:
+            self._announce_search(self.sweep.search, group)
         if earlier:
             print(f"Before: {', '.join(earlier)}; {due} to train")
             if FAILED in states and not self.retry_failed:
                 print("To train failed trials again, add --retry-failed")
         print(f"Results: {printable(self.out)}", flush=True)
 
+    @staticmethod
+    def _announce_search(search, group):
+        verb = "highest" if search.is_maximized else "lowest"
+        pruner = "" if search.pruner == "none" else f", pruner {search.pruner}"
+        metric = search.metric.replace("_", " ")
+        print(
+            f"Search: {search.sampler} for the {verb} {metric}, parallel {search.parallel}{pruner}"
+        )
+        if group.count > search.parallel:
+            print(f"note: parallel {search.parallel}: only as many groups work at the same time")
+
+    def _propose(self, search, group, folder):
+        """Return the folder of a trial with its options; None if the trial cannot start."""
+        number = folder.number
+        patience = PATIENCE if len(set(group.job.hosts)) > 1 else 0.0
+        names = options = None
+        if group.is_leader:
+            names = search.unended(number, patience)
+            options = None if names else search.options(number)
+            if names:
+                self._print(group, folder, f"not trained: {names[0]} has not ended")
+        options = group.ranks.broadcast(options)
+        return None if options is None else folder._replace(options=options)
+
     def _attempt(self, group, folder, signals):
         """Train a trial on a group; return the exit code that mpidl.train would return."""
+        hooks = []
+        if self.search is not None:
+            if (folder := self._propose(self.search, group, folder)) is None:
+                return arguments.STOPPED
+            hooks.append(searches.SearchHook(self.search, folder.number))
 
         def train_alone(world):
             with FolderLock(world) as lock:
@@ -211,7 +274,7 @@ class Command:
                 with folder.log(), failure.Signals() as trial_signals:
                     trial_signals.name = signals.name
                     try:
-                        return train_run.train(typed, world, trial_signals, lock)
+                        return train_run.train(typed, world, trial_signals, lock, hooks)
                     except Exception as error:
                         dispatch.print_traceback(error)
                         if isinstance(error, (UserError, Fault)) and world.rank == 0:
@@ -227,7 +290,8 @@ class Command:
             return code
         code = outcome.value if outcome.error is None else 1
         if group.is_leader:
-            self._record_end(group, folder, code, outcome.error)
+            pruned_after = hooks[0].pruned_after if hooks else None
+            self._record_end(group, folder, code, outcome.error, pruned_after)
         return code
 
     def _prepare(self, group, folder):
@@ -246,7 +310,8 @@ class Command:
         if typed.get("upload") is not None:
             typed["upload"] = f"{typed['upload'].rstrip('/')}/{folder.name}"
         folder.write(RUNNING)
-        varied = self.sweep.trials[folder.number - 1]
+        names = self.sweep.trials[folder.number - 1] or (self.search and self.sweep.varied) or ()
+        varied = {name: folder.options[name] for name in names}
         values = ", ".join(
             f"{name} {'none' if value is None else report.cell(report.column_of(name), value)}"
             for name, value in varied.items()
@@ -254,11 +319,17 @@ class Command:
         self._print(group, folder, f"{verb}: {values}" if values else verb)
         return typed
 
-    def _record_end(self, group, folder, code, error):
+    def _record_end(self, group, folder, code, error, pruned_after=None):
         """Record and print the end of a trial, and write the table."""
+        if error is None and code == 0 and self.score is not None:
+            error = searches.missing_score(folder.path, self.score)
         if error is not None:
             folder.write(FAILED, describe(error))
             self._print(group, folder, f"failed: {describe(error)}")
+        elif pruned_after is not None and self.score is not None:
+            folder.write(PRUNED, validations=pruned_after)
+            text = report.describe_score(folder.row(), self.score)
+            self._print(group, folder, f"pruned: {text} after {pruned_after} validation(s)")
         elif code == arguments.STOPPED:
             folder.write(STOPPED)
             self._print(group, folder, "stopped, checkpoint written")
@@ -266,7 +337,8 @@ class Command:
             folder.write(COMPLETE)
             row = folder.row()
             texts = [
-                report.describe_score(row, name) for name in sorted(report.shown_scores([row]))
+                report.describe_score(row, name)
+                for name in sorted(report.shown_scores([row], self.score))
             ]
             scores = [text.replace("validation accuracy", "validation") for text in texts]
             self._print(group, folder, f"done: {', '.join([*scores, clock(row['seconds'])])}")
@@ -287,7 +359,7 @@ class Command:
         return [
             {report.column_of(name): folder.options.get(name) for name in self.sweep.varied}
             | folder.row()
-            for folder in self.all
+            for folder in trial_folder.folders_of(self.sweep, self.out)
         ]
 
     def finish(self, speed: tuple[int, float] | None) -> None:
@@ -297,15 +369,15 @@ class Command:
         """
         rows, varied = self._rows(), self._columns()
         report.write_csv(self.out, rows, varied)
-        has_picture = report.draw(self.out, rows, varied)
+        has_picture = report.draw(self.out, rows, varied, self.score)
         print()
-        report.print_table(rows, varied)
+        report.print_table(rows, varied, self.score)
         for row, folder in zip(rows, self.all, strict=True):
             if row["state"] == FAILED:
                 print(f"Failed: {folder.name}: {printable(str(row['error']))}")
         if folds := self.sweep.folds:
             self._finish_folds(rows, varied, folds)
-        elif (choice := report.best_of(rows)) is not None:
+        elif (choice := report.best_of(rows, score=self.score)) is not None:
             path = printable(self.all[choice[0]["trial"] - 1].path)
             print(f"Best: {path}, {report.describe_score(*choice)}")
         if speed is not None and speed[0]:

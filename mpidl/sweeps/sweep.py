@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from mpidl.ranks.world import World
 Trial = TypeVar("Trial")
 Returned = TypeVar("Returned")
 
+WAIT_SECONDS = 0.05  # time between two checks whether the trials of other groups have ended
 STOP_SECONDS = 0.5  # time between two checks for a stop request from another group
 
 
@@ -102,6 +104,7 @@ def run(
     group: Group,
     signals: Signals,
     folder: str | os.PathLike[str] | None = None,
+    needs: Callable[[int], Iterable[int]] = lambda index: (),
 ) -> Iterator[tuple[int, Returned]]:
     """Share trials among groups, and yield each trial of this group when it ends.
 
@@ -120,6 +123,9 @@ def run(
         the first rank of each group receives the signal USR1.
     folder : path, optional
         Folder for the files through which the groups share the trials, as in `sweep`.
+    needs : callable, optional
+        Function that returns the numbers of the earlier trials that must end before a trial starts.
+        A group that has taken such a trial waits for them.
 
     Yields
     ------
@@ -134,7 +140,11 @@ def run(
             # The file of a claimed trial exists.
             claimed = group.is_leader and not is_stopping and _touch(f"{claims}/{index}")
             if group.ranks.broadcast(claimed):
-                yield index, attempt(index)
+                ends = [f"{claims}/{other}.ended" for other in needs(index)]
+                if _wait_for(ends, group, signals, stop_path):
+                    yield index, attempt(index)
+                if group.is_leader:
+                    _touch(f"{claims}/{index}.ended")
             if group.any(_is_stopping(signals)):
                 if group.is_leader:
                     _touch(stop_path)
@@ -146,6 +156,17 @@ def print_traceback(error: BaseException) -> None:
     """Print the traceback of an unexpected exception to stderr."""
     if not isinstance(error, (UserError, Fault, Cancelled)):
         traceback.print_exception(error)
+
+
+def _wait_for(paths, group, signals, stop_path):
+    """Wait until all files exist, and return True; return False after a request to stop."""
+    while paths:
+        if group.any(_is_stopping(signals) or (group.is_leader and os.path.exists(stop_path))):
+            return False
+        if group.ranks.broadcast(group.is_leader and all(map(os.path.exists, paths))):
+            break
+        time.sleep(WAIT_SECONDS)
+    return True
 
 
 def _is_stopping(signals):

@@ -34,15 +34,17 @@ def column_of(option: str) -> str:
     return f"{option}_option" if option in RESULTS else option
 
 
-def best_of(rows: Sequence[Row], folds: int | None = None) -> tuple[Row, str] | None:
+def best_of(
+    rows: Sequence[Row], folds: int | None = None, score: str | None = None
+) -> tuple[Row, str] | None:
     """Return the best trial, or the best setting of `folds` trials, and the score that ranks them.
 
-    Only ended trials, and settings whose folds have all ended, are compared. The score is the first
-    of `SCORES` that all of them have; those without any score, such as trials with NaN weights, do
-    not count. Among equal scores, the lowest loss is best, then the first row. Return None if no
-    row has a score.
+    Only ended trials, and settings whose folds have all ended, are compared. By default, the score
+    is the first of `SCORES` that all of them have. Those without the score, such as trials with NaN
+    weights, do not count. Among equal scores, the lowest loss is best, then the first row. Return
+    None if no row has a score.
     """
-    score = score_of(rows, folds)
+    score = score or score_of(rows, folds)
     scored = [row for row in _scored_rows(rows, folds) if row[score] is not None]
 
     def order(row):
@@ -134,14 +136,14 @@ def _csv(rows, columns):
     return text.getvalue().encode()
 
 
-def print_table(rows: Sequence[Row], varied: Sequence[str]) -> None:
+def print_table(rows: Sequence[Row], varied: Sequence[str], score: str | None = None) -> None:
     """Print the trials as a table.
 
     A narrow terminal shows fewer scores, but always the score that ranks the trials.
     """
     width = terminal_width(sys.stdout) or 100
-    columns = ["trial", *varied, "state", *shown_scores(rows), "seconds"]
-    optional = [name for name in shown_scores(rows) if name != score_of(rows)]
+    columns = ["trial", *varied, "state", *shown_scores(rows, score), "seconds"]
+    optional = [name for name in shown_scores(rows, score) if name != (score or score_of(rows))]
     while max(map(len, lines := _lines(rows, columns))) > width and optional:
         columns.remove(optional.pop())
     print("\n".join(lines))
@@ -168,11 +170,15 @@ def _lines(rows, columns):
     return lines
 
 
-def shown_scores(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the scores that fit on a terminal: at most three of `SCORES`."""
+def shown_scores(rows: Sequence[Row], score: str | None = None) -> list[str]:
+    """Return the names of the scores that fit on a terminal: at most three of `SCORES`.
+
+    `score` is the score that ranks the trials of a search.
+    """
     names = [name for name in SCORES if any(row[name] is not None for row in rows)]
     if "validation_accuracy" in names:
-        names = [name for name in names if name != "validation_loss"]
+        hidden = "validation_accuracy" if score == "validation_loss" else "validation_loss"
+        names = [name for name in names if name != hidden]
     return names
 
 
@@ -187,13 +193,13 @@ def cell(name: str, value: Any, digits: int = 6) -> str:
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
-def draw(folder: str, rows: Sequence[Row], varied: Sequence[str]) -> bool:
+def draw(folder: str, rows: Sequence[Row], varied: Sequence[str], score: str | None = None) -> bool:
     """Draw DIR/table.png: the score of each trial against each option that varies.
 
     Return False if matplotlib is not installed or no trial has a score. Raise UserError if the file
     cannot be written.
     """
-    if (choice := best_of(rows)) is None:
+    if (choice := best_of(rows, score=score)) is None:
         return False
     best, score = choice
     scored = [row for row in rows if row[score] is not None]

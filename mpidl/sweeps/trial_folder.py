@@ -5,9 +5,10 @@ Each trial has the folder of a run, which also contains trial.json and console.l
 
 import contextlib
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mpidl.errors import UserError
@@ -18,7 +19,9 @@ from mpidl.training.files import checkpoint
 
 RECORD, LOG = "trial.json", "console.log"
 WAITING, RUNNING, COMPLETE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
-STATES = (WAITING, RUNNING, COMPLETE, FAILED, STOPPED)
+PRUNED = "pruned"  # ended early by the pruner of a search
+FINAL_STATES = (COMPLETE, FAILED, PRUNED)
+STATES = (WAITING, RUNNING, STOPPED, *FINAL_STATES)
 # Columns of the table whose values are in summary.json; "seconds" is called "train_seconds" there.
 FIGURES = """
 accuracy loss validation_accuracy validation_loss epochs iterations seconds weights_sha256
@@ -57,13 +60,55 @@ class TrialFolder(NamedTuple):
         with contextlib.suppress(UserError):  # a damaged file leaves the row without results
             summary = run_files.read_summary(self.path) if state == COMPLETE else {}
         summary |= {"seconds": summary.get("train_seconds")}
+        if state == PRUNED:
+            summary = self._last_validation()
         figures = {name: summary.get(name) for name in FIGURES}
         error = record.get("error") if state == FAILED else None
         return {"trial": self.number, "state": state, **figures, "error": error}
 
-    def write(self, state: str, error: str | None = None) -> None:
-        """Write the state of the trial to trial.json, with the error message of a failed trial."""
+    def validations(self, metric: str) -> list[float]:
+        """Return a score of each validation, up to the one after which the trial was pruned.
+
+        `metric` is "validation_accuracy" or "validation_loss". A score is NaN if it is missing.
+        """
+        count = self._record().get("validations")
+        series = run_files.history(self.path).validation
+        return getattr(series, metric.removeprefix("validation_")).tolist()[:count]
+
+    def _last_validation(self):
+        """Return the figures of a pruned trial."""
+        try:
+            series = run_files.history(self.path).validation
+        except UserError:
+            return {}
+        end = self._record().get("validations") or 0
+        if not 0 < end <= len(series):
+            return {}
+        names = {"validation_accuracy": "accuracy", "validation_loss": "loss"}
+        names |= {"iterations": "iteration", "seconds": "seconds"}
+        figures = {name: getattr(series, field)[end - 1].item() for name, field in names.items()}
+        return {name: value for name, value in figures.items() if math.isfinite(value)}
+
+    def recorded(self, names: Iterable[str]) -> dict[str, Any] | None:
+        """Return the values of options with which the trial has begun; None if it has not."""
+        options = self._record().get("options", {})
+        return {name: options[name] for name in names} if options.keys() >= {*names} else None
+
+    def write(self, state: str, error: str | None = None, validations: int | None = None) -> None:
+        """Write the state of the trial to trial.json.
+
+        Parameters
+        ----------
+        state : str
+            One of `STATES`.
+        error : str, optional
+            Error message of a failed trial.
+        validations : int, optional
+            Number of validations after which the trial was pruned.
+        """
         record = {"trial": self.number, "options": self.options, "state": state, "error": error}
+        if validations is not None:
+            record["validations"] = validations
         try:
             os.makedirs(self.path, exist_ok=True)
         except OSError as problem:
@@ -107,12 +152,19 @@ class TrialFolder(NamedTuple):
         except OSError:
             return {}
         is_valid = isinstance(record.get("options", {}), dict) and record.get("state") in STATES
+        is_valid = is_valid and isinstance(record.get("validations"), int | None)
         return record if is_valid else {}
 
 
 def folders_of(sweep: Sweep, out: str) -> list[TrialFolder]:
-    """Return the folders of all trials of a sweep in the folder `out`."""
-    return [  # the names do not depend on the number of trials, which may grow
+    """Return the folders of all trials of a sweep in the folder `out`.
+
+    The options of a trial of a search are those with which it has begun.
+    """
+    folders = [  # the names do not depend on the number of trials, which may grow
         TrialFolder(os.path.join(out, f"trial-{i + 1:03}"), i + 1, sweep.options(i))
         for i in range(len(sweep.trials))
     ]
+    if sweep.search is None:
+        return folders
+    return [f._replace(options=sweep.train | (f.recorded(sweep.varied) or {})) for f in folders]

@@ -630,7 +630,7 @@ def normalized_pools(label, numbers, shape, size, stride, padding):
     return Case("norm_max_pool_relu_dx", name, values, 4e-6, call=fused, oracle=separate)
 
 
-def dropped(shape, probability, flattened=False):
+def dropped(shape, probability, flattened=False, whole_images=False):
     """Return a case of dropout. Every backend must drop the same elements."""
     threshold = round(probability * 65536)
     arguments = {
@@ -640,9 +640,53 @@ def dropped(shape, probability, flattened=False):
         "key": (0x89ABCDEF, 0xFEDCBA98),
         "epoch": 7,
         "samples": Draw("samples"),
+        "whole_images": whole_images,
     }
     label = f"{shape}, {probability}" + flattened * ", flattened"
+    label += whole_images * ", whole images"
     return Case("dropout", label, arguments, 0)
+
+
+# shapes of two factors of a product
+PRODUCTS = {
+    "equal": ((5, 3, 7), (5, 3, 7)),
+    "equal, four channels at once": ((8, 4, 4), (8, 4, 4)),
+    "equal features": ((21,), (21,)),
+    "channels": ((5, 3, 7), (5, 1, 1)),
+    "channels, four at once": ((8, 4, 4), (8, 1, 1)),
+    "features": ((132, 5, 4), (132,)),
+    "many pixels": ((3, 40, 30), (3, 1, 1)),
+    "one pixel": ((6, 1, 1), (6,)),
+    "pixels": ((40, 3, 7), (1, 3, 7)),
+    "pixels, first": ((1, 4, 4), (8, 4, 4)),
+    "rows": ((5, 3, 7), (5, 3, 1)),
+    "columns": ((4, 3, 70), (4, 1, 70)),
+    "one column": ((5, 3, 7), (1, 1, 7)),
+    "one row": ((4, 3, 8), (1, 3, 1)),
+    "a number": ((3, 4, 5), (1, 1, 1)),
+    "channels and pixels": ((8, 1, 1), (1, 3, 4)),
+    "rows and columns": ((5, 3, 1), (5, 1, 7)),
+    "across": ((8, 1, 6), (1, 5, 6)),
+    "two axes": ((5, 3), (5, 1)),
+}
+
+
+def products(label, a, b):
+    """Yield the cases of a product and of the gradients of its factors."""
+    y = np.broadcast_shapes(*(s + (1,) * (max(len(a), len(b)) - len(s)) for s in (a, b)))
+    factors = {"a": lanes(*a), "b": lanes(*b)}
+    yield Case("multiply", label, factors, 0)
+    for name, x, other in ("a", a, b), ("b", b, a):
+        values = {"dy": cotangent(*y), "other": lanes(*other), "x": lanes(*x)}
+        yield Case("multiply_dx", f"{label}, {name}", values, 1e-6)
+
+
+def scaled_channels(shape):
+    """Yield the cases of a learnable factor for each channel."""
+    factor = {"x": lanes(*shape), "factor": vector(shape[0])}
+    yield Case("scale_channels", str(shape), factor, 0)
+    sums = {"dy": cotangent(*shape), "x": lanes(*shape)}
+    yield Case("scale_channels_dfactor", str(shape), sums, 1e-6)
 
 
 def relu_of_sum(backend, a):
@@ -809,6 +853,12 @@ def activation_table():
     for shape in ((21,), (8, 4, 4), (3, 40, 30), (3, 9, 1), (6, 7, 7), (11, 1, 1)):
         yield dropped(shape, 0.5)
         yield dropped(shape, 0.5, flattened=True)
+    for shape in ((21,), (8, 4, 4), (3, 40, 30)):
+        yield dropped(shape, 0.5, whole_images=True)
+    for label, factors in PRODUCTS.items():
+        yield from products(label, *factors)
+    for shape in CHANNELS:
+        yield from scaled_channels(shape)
     for shape in list(IMAGES.values())[:3]:
         yield from joins(shape)
         yield from residual_ends(shape)

@@ -37,6 +37,11 @@ BRANCHES = [
     dl.AveragePool2D(3, 1, 1, count_padding=False),
     dl.PReLU(shared=True),
     dl.Dropout(0.0),
+    dl.StochasticDepth(0.0),
+    dl.GlobalAveragePool2D(name="means"),
+    dl.Sigmoid(name="gate"),
+    dl.Multiply(inputs=("prelu1", "gate")),
+    dl.Scale(0.5),
     dl.MaxPool2D(3, stride=3, padding=((2, 1), (0, 2)), name="d"),
     dl.ReLU(after="sum"),  # "sum" has several readers
     dl.MaxPool2D(3, stride=3, padding=(2, 1), name="e"),  # padding of more than half a window

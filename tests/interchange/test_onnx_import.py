@@ -198,7 +198,7 @@ def test_a_value_that_others_read_keeps_its_bias_apart(tmp_path):
     assert [type(layer).__name__ for layer in net.layers] == [
         "Conv2D",
         "BatchNorm",
-        "BatchNorm",
+        "Scale",
         "Add",
     ]
     assert not net["h"].bias and not net["a"].trainable
@@ -304,7 +304,11 @@ UNSUPPORTED = {
     "axis is 2, expected the channels": [node("Concat", "x x", "y", axis=2)],
     "axis is 3, expected the channels": [node("Softmax", "x", "y", axis=3)],
     "axis is 2, expected 1": [node("Flatten", "x", "y", axis=2)],
-    "it combines two values": [node("Relu", "x", "a"), node("Mul", "x a", "y")],
+    "it combines two values": [node("Relu", "x", "a"), node("Div", "x a", "y")],
+    "it multiplies features by images": [node("Flatten", "x", "a"), node("Mul", "x a", "y")],
+    "it reads features as images of one pixel": [
+        *(node("Flatten", "x", "a"), node("Unsqueeze", "a axes", "u"), node("Relu", "u", "y")),
+    ],
     "a factor is 0": [node("Mul", "x z", "y")],
     "dilations is [2, 2], expected [1, 1]": [
         node("MaxPool", "x", "y", kernel_shape=[2, 2], dilations=[2, 2])
@@ -316,6 +320,7 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("reason", UNSUPPORTED)
 def test_unsupported_forms(tmp_path, reason):
     constants = {"c": array("e", 1, 4, 7, 6), "z": np.float32(0), "s": np.array([7, 24])}
+    constants["axes"] = np.array([2, 3])
     constants |= {
         "five": np.ones((1,) * 5, np.float32),
         "c4": array("c", 4, 1),

@@ -303,6 +303,125 @@ def test_a_rank_that_does_not_come_back_ends_the_job(write, tmp_path):
     shutil.rmtree(out)
 
 
+SEARCH = {
+    "count": 5,
+    "metric": "validation_accuracy",
+    "parallel": 3,
+    "startup": 2,
+    "pruner": "median",
+    "learning_rate": {"log_uniform": [1e-3, 1.0]},
+    "batch_size": {"integers": [30, 60], "step": 30},
+}
+VALIDATED = {"validation_fraction": 0.3, "validation_frequency": 1}
+
+
+@pytest.fixture
+def write_search(write):
+    """Return a function that writes the file of a search, with other values of its keys."""
+    pytest.importorskip("optuna", reason="pip install 'mpidl[search]'")
+    return lambda train=None, **keys: write(train, search=SEARCH | keys)
+
+
+def results(out):
+    """Return the rows of the table without times."""
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in table(out)]
+
+
+def test_a_search_has_the_same_trials_on_any_number_of_groups(write_search, tmp_path):
+    """So are their results, the pruned trials and the best trial."""
+    file = write_search(VALIDATED)
+    first, second = tmp_path / "first", tmp_path / "second"
+    result = sweep(3, file, first)
+    lines = jobs.output_lines(result)
+    assert "Search: tpe for the highest validation accuracy, parallel 3, pruner median" in lines
+    expected = results(first)
+    assert {row["state"] for row in expected} == {"done", "pruned"}
+    assert len({row["learning_rate"] for row in expected}) == 5
+    pruned = next(row for row in expected if row["state"] == "pruned")
+    text = f"trial-00{pruned['trial']} pruned: validation accuracy "
+    assert any(text in line for line in lines) and int(pruned["iterations"]) < 6
+    best = max(
+        (row for row in expected if row["state"] == "done"),
+        key=lambda row: (float(row["validation_accuracy"]), -float(row["validation_loss"])),
+    )
+    assert any(f"Best: {first}/trial-00{best['trial']}, validation acc" in line for line in lines)
+    sweep(3, file, second, "--ranks-per-model", 3)
+    assert results(second) == expected
+
+
+@SLOW
+def test_a_search_of_single_trials_that_is_started_again(write_search, tmp_path):
+    """Single trials, such as tasks of a job array, and trials that are lost, are the same."""
+    file = write_search(VALIDATED)
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
+    sweep(2, file, uninterrupted)
+    sweep(2, file, parts, "--trial", 1)
+    line = jobs.refusal(sweep(2, file, parts, "--trial", 5, check=2))
+    assert line.endswith(
+        "--trial 5: expected that the trials before it have ended, up to trial 2, found trial-002, "
+        "which has not"
+    )
+    sweep(3, file, parts)
+    assert results(parts) == results(uninterrupted)
+    shutil.rmtree(parts / "trial-004")
+    (parts / "trial-005" / "trial.json").unlink()
+    sweep(None, file, parts)
+    assert results(parts) == results(uninterrupted)
+    file = write_search(VALIDATED, parallel=2)
+    assert "parallel was 3, is 2" in jobs.refusal(sweep(None, file, parts, check=2))
+
+
+def test_a_search_without_its_metric_fails_at_once(write_search, tmp_path):
+    out = tmp_path / "out"
+    sweep(2, write_search(count=2), out, check=1)
+    assert states(out) == ["failed"] * 2
+    assert table(out)[1]["error"].startswith(
+        "[search] metric validation_accuracy: expected validation images (validation_data, "
+    )
+
+
+@SLOW
+@pytest.mark.parametrize("pruner", ["median", "asha"])
+def test_a_search_that_is_stopped_continues_as_if_it_had_not_been(write_search, tmp_path, pruner):
+    """A signal stops trials between validations. The rest of the search is the same."""
+    long = {**VALIDATED, "epochs": 40, "max_iterations": "none", "validation_frequency": 5}
+    file, uninterrupted, parts = (
+        write_search(long, count=9, pruner=pruner),
+        tmp_path / "whole",
+        tmp_path / "parts",
+    )
+    sweep(1, file, uninterrupted)
+    words = ["-m", "mpidl.sweep", file, "--out", parts]
+    with launcher.start(3, *words, env=jobs.without_plots()) as job:
+        metrics = parts / "trial-004" / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 500)
+        os.kill(job.rank_pids()[1], signal.SIGUSR1)
+        result = finish(job)
+    assert result.returncode == jobs.STOPPED, result.stderr
+    assert "stopped" in states(parts) and "waiting" in states(parts)
+    sweep(2, file, parts)
+    assert results(parts) == results(uninterrupted)
+    assert "pruned" in states(uninterrupted)
+
+
+@SLOW
+def test_a_trial_that_is_stopped_holds_up_those_that_know_it(write_search, tmp_path):
+    """After a stop file, trials that know the stopped trial are not trained, and the sweep ends."""
+    out = tmp_path / "out"
+    endless = {**VALIDATED, "epochs": 10**6, "max_iterations": "none", "validation_frequency": 500}
+    file = write_search(endless, count=4, parallel=2, pruner="none")
+    words = ["-m", "mpidl.sweep", file, "--out", out]
+    with launcher.start(2, *words, env=jobs.without_plots()) as job:
+        for i in (1, 2):
+            metrics = out / f"trial-00{i}" / "metrics.jsonl"
+            wait_until(lambda path=metrics: path.exists() and path.stat().st_size > 2000)
+            stop_file.request(out / f"trial-00{i}", stop_file.NOW)
+        result = finish(job)
+    assert result.returncode == jobs.STOPPED, result.stderr
+    assert states(out) == ["stopped", "stopped", "waiting", "waiting"]
+    assert "trial-003 not trained: trial-001 has not ended" in result.stdout
+
+
 @SLOW
 def test_folds_are_trainings_alone_with_a_table_of_means(write, pictures, tmp_path):
     """Each fold is a trial with the weights of a run with --fold, and folds.csv has the means."""

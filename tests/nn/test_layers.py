@@ -34,6 +34,12 @@ LAYERS = [
     dl.TransposedConv2D(4, 4, stride=2, cropping="same", name="up"),
     dl.MaxPool2D(2, name="down"),
     dl.Concat(inputs=("sum", "a", "down"), name="both"),
+    dl.GlobalAveragePool2D(name="means"),
+    dl.HardSigmoid(name="gate"),
+    dl.Multiply(inputs=("both", "gate"), name="gated"),
+    dl.Scale(0.5),
+    dl.StochasticDepth(0.25, name="depth"),
+    dl.Add(inputs=("gated", "depth")),
     dl.Sigmoid(),
     dl.LayerNorm(),
     dl.GELU("tanh"),
@@ -57,7 +63,7 @@ def test_shapes_and_learnables():
     shapes = dict(zip(net.layer_names, net.output_shapes, strict=True))
     assert shapes["first"] == shapes["a"] == shapes["sum"] == (8, 7, 6)
     assert shapes["up"] == (4, 14, 12) and shapes["down"] == (4, 7, 6)
-    assert shapes["both"] == (20, 7, 6) and shapes["globalaveragepool1"] == (20, 1, 1)
+    assert shapes["both"] == (20, 7, 6) and shapes["globalaveragepool2"] == (20, 1, 1)
     assert net.parameters["up.weight"].shape == (8, 4, 4, 4)
     assert net.parameters["dense1.weight"].shape == (3, 20)
     assert net.parameters["layernorm1.gamma"].shape == (20,)
@@ -150,7 +156,8 @@ def test_a_network_of_them_gives_the_same_bytes(world):
 
 def test_prediction_drops_nothing(world):
     first, second = (mini_batch(world, epoch=epoch)[0] for epoch in (1, 2))
-    layers = [dl.LeakyReLU(1.0, name="drop") if x.name == "drop" else x for x in LAYERS]
+    dropping = dl.Dropout, dl.StochasticDepth
+    layers = [dl.LeakyReLU(1.0, name=x.name) if isinstance(x, dropping) else x for x in LAYERS]
     identity = dl.Network(layers, (2, 7, 6), seed=1)
     scores = all_images(world, network()(first)).tobytes()
     assert all_images(world, network()(second)).tobytes() == scores
@@ -201,6 +208,15 @@ def test_losses_read_an_activation_that_is_not_stored(world, op):
     "layers, message",
     [
         ([dl.Dropout(1.0)], "dropout1: probability must be at least 0 and below 1, got 1.0"),
+        (
+            [dl.StochasticDepth(-0.1)],
+            "stochasticdepth1: probability must be at least 0 and below 1",
+        ),
+        ([dl.Scale(float("inf"))], "scale1: initial must be a finite number, got inf"),
+        (
+            [dl.ReLU(name="a"), dl.Conv2D(3, 4, name="b"), dl.Multiply(inputs=("a", "b"))],
+            "multiply1: expected two inputs, of equal shapes or with axes of size 1, got",
+        ),
         ([], "expected at least one layer"),
         ([dl.Conv2D(3, 4, groups=0)], "groups must be an integer >= 1, got 0"),
         ([dl.BatchNorm(epsilon=0.0)], "batchnorm1: expected epsilon > 0 and a decay from 0 to 1"),

@@ -23,6 +23,13 @@ class TestArithmetic(OpChecks):
         "subtract": Case(dl.subtract, lambda a, b: a - b, [(3,)], [(3,)]),
         "multiply": Case(dl.multiply, lambda a, b: a * b, [(3, 2), (3, 2)]),
         "multiply, broadcast": Case(dl.multiply, lambda a, b: a * b, [(3, 2, 2)], [(3, 1, 2)]),
+        "multiply, gate of channels": Case(dl.multiply, lambda a, b: a * b, [(5, 3, 4), (5, 1, 1)]),
+        "multiply, gate of features": Case(
+            dl.multiply, lambda a, b: a * b[:, :, None, None], [(5, 3, 4), (5,)]
+        ),
+        "multiply, gate of pixels": Case(dl.multiply, lambda a, b: a * b, [(1, 3, 4), (5, 3, 4)]),
+        "multiply, outer product": Case(dl.multiply, lambda a, b: a * b, [(5, 1, 1), (1, 3, 4)]),
+        "multiply by itself": Case(lambda a: dl.multiply(a, a), lambda a: a * a, [(3, 2, 2)]),
         "multiply by a number": Case(dl.multiply, lambda a, b: a * b, [(3, 2)], [()]),
         "divide": Case(lambda a, b: dl.divide(a, b + 3), lambda a, b: a / (b + 3), [(3,)], [(3,)]),
         "power": Case(lambda a: (a + 2) ** 3, lambda a: (a + 2) * (a + 2) * (a + 2), [(3, 2)]),
@@ -31,9 +38,23 @@ class TestArithmetic(OpChecks):
             lambda a: np.log((a + 2) ** 0.5 + np.e**a),
             [(4,)],
         ),
+        "scale": Case(
+            dl.scale,
+            lambda x, s: x * s.reshape(1, -1, 1, 1),
+            [(3, 2, 5)],
+            [(3,)],
+        ),
+        "scale of features": Case(dl.scale, lambda x, s: x * s, [(4,)], [(4,)]),
         "negative": Case(dl.negative, lambda a: -a, [(2,)]),
     }
-    errors = [(lambda x, f, i: dl.total(x), TypeError, "dl.sum and dl.mean")]
+    errors = [
+        (lambda x, f, i: dl.total(x), TypeError, "dl.sum and dl.mean"),
+        (
+            lambda x, f, i: dl.scale(x, np.ones(7, np.float32)),
+            ValueError,
+            r"scale: expected factors \(2,\) for x",
+        ),
+    ]
 
 
 @pytest.mark.parametrize(

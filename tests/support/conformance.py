@@ -36,6 +36,7 @@ WINOGRAD_BOUND = 4 * BF16_BOUND
 BY_TILES = {"conv2d_backward", "transposed_conv2d", "transposed_conv2d_backward"}
 # functions whose results, sums of bfloat16 numbers, are not rounded to bfloat16
 SUMS = {"channel_sums", "moments", "batchnorm_sums", "activation_sums", "prelu_dslope"}
+SUMS |= {"scale_channels_dfactor"}
 # functions whose cases read a result that was rounded to bfloat16, such as maxima of windows
 OF_RESULTS = {"elementwise_dx", "norm_max_pool_relu_dx"}
 SPLIT = ((0, 3), (3, 3), (3, 5))  # five blocks on three ranks; the second rank has none

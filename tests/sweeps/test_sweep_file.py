@@ -82,10 +82,40 @@ def test_random(read):
     assert math.isclose(trials[0]["learning_rate"], columns["learning_rate"][0])
 
 
+def test_search(read):
+    """A search has the keys of its table, their defaults, and ranges in the order of the file."""
+    sweep = read(
+        '[train]\nl2 = 0.1\n[search]\ncount = 3\nmetric = "validation_loss"\nsearch-seed = 7\n'
+        'solver = ["sgdm", "adam"]\nlearning-rate = { log_uniform = [1e-4, 0.1] }\n'
+        "random_crop = [[8, 8], [9, 9]]\nbatch_size = { integers = [32, 256], step = 32 }\n"
+    )
+    search = sweep.search
+    assert (sweep.trials, sweep.options(1)) == ([{}] * 3, {"l2": 0.1})
+    assert sweep.varied == ["solver", "learning_rate", "random_crop", "batch_size"]
+    assert (search.sampler, search.metric, search.seed) == ("tpe", "validation_loss", 7)
+    assert (search.parallel, search.pruner, search.startup, search.warmup) == (8, "none", None, 0)
+    assert not search.is_maximized
+    assert search.ranges["random_crop"].values == ("8x8", "9x9")
+    assert search.ranges["batch_size"][:4] == ("integers", 32, 256, 32)
+
+
+def test_steps(read):
+    """Values of a range with a step are its lower bound and multiples of the step above it."""
+    trials = read(
+        "[random]\ncount = 400\nbatch_size = { integers = [32, 96], step = 32 }\n"
+        "l2 = { uniform = [0.1, 0.4], step = 0.1 }\n"
+    ).trials
+    assert {trial["batch_size"] for trial in trials} == {32, 64, 96}
+    assert {trial["l2"] for trial in trials} == {0.1, 0.2, 0.3, 0.4}
+
+
+SEARCH = "[search]\ncount = 2\nmetric = 'validation_loss'\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[train]\nepochs = 2", "expected one of [grid], [[trial]] and [random], found none"),
+        ("[train]\nepochs = 2", "expected one of [grid], [[trial]], [random] and [search], found"),
         ("[grid]\nseed = [1]\n[[trial]]\nseed = 1", "found [grid] and [[trial]]"),
         ("[gird]\nseed = [1]", "unknown table [gird]: did you mean grid?"),
         ("epochs = 3\n[grid]\nseed = [1]", "unknown table [epochs]: expected [train], "),
@@ -107,6 +137,49 @@ def test_random(read):
         ("[random]\ncount = 2\nl2 = { log_uniform = [0, 1] }", "must be two positive numbers"),
         ("[random]\ncount = 2\nseed = { integers = [0, 1.5] }", "must be two whole numbers"),
         ("[random]\ncount = 2\nepochs = { uniform = [1, 9] }", "epochs must be a whole number"),
+        (
+            "[search]\ncount = 2\nl2 = [0]",
+            "[search] expected metric, which is validation_accuracy, ",
+        ),
+        (
+            SEARCH + "sampler = 'tpa'\nl2 = [0]",
+            "[search] sampler must be tpe or random, found 'tpa'",
+        ),
+        (
+            SEARCH.replace("loss", "f1") + "l2 = [0]",
+            "[search] metric must be validation_accuracy, ",
+        ),
+        (SEARCH + "pruner = 'hyperband'\nl2 = [0]", "pruner must be none, median or asha, found"),
+        (
+            SEARCH.replace("validation_", "") + "pruner = 'asha'\nl2 = [0]",
+            "pruner asha must have a metric of validation, found loss",
+        ),
+        (SEARCH + "parallel = 0\nl2 = [0]", "[search] parallel must be at least 1, found 0"),
+        (SEARCH + "paralel = 3\nl2 = [0]", "[search] paralel: unknown key: did you mean parallel?"),
+        (SEARCH, "[search] must have ranges of options, found none"),
+        (SEARCH + "l2 = 0.1", "[search] l2 must be a list of choices or one of"),
+        (SEARCH + "l2 = { uniform = [1, 0] }", "l2: uniform must be two numbers, the lowest and"),
+        (SEARCH + "l2 = { log_uniform = [0, 1] }", "l2: log_uniform must be two positive numbers"),
+        (
+            SEARCH + "l2 = { log_uniform = [1, 2], step = 1 }",
+            "step must belong to uniform or integ",
+        ),
+        (SEARCH + "l2 = { uniform = [-1, 1] }", "[search] l2 must be at least 0, found -1.0"),
+        (SEARCH + "momentum = { uniform = [0.1, 1.5] }", "[search] momentum must be "),
+        (SEARCH + "l2 = [0.1, -0.1]", "[search] l2 must be at least 0, found -0.1"),
+        (SEARCH + "epochs = { uniform = [1, 9] }", "[search] epochs must be a whole number, at"),
+        (SEARCH + "random_crop = { integers = [8, 9] }", "random_crop must be a list of choices, "),
+        (
+            SEARCH + "batch_size = { integers = [32, 256], step = 30 }",
+            "batch_size: step must divide the range from 32 to 256, found 30",
+        ),
+        (
+            SEARCH + "batch_size = { integers = [8, 9], step = 0.5 }",
+            "step must be a positive whole",
+        ),
+        (SEARCH + "l2 = { uniform = [0, 1], step = 0 }", "step must be a positive number, found 0"),
+        ("folds = 2\n" + SEARCH + "l2 = [0, 1]", "folds and [search]: expected at most one of"),
+        (SEARCH + "upload = ['s3://me:pw@b/x']", "upload s3://b/x: expected a URL without user"),
         ("[grid", "not a TOML file"),
         ("trial = []", "expected at least one [[trial]], found none"),
         ("[train]\nbatch-size = 1\nbatch_size = 2\n[grid]\nseed = [1]", "expected batch_size once"),

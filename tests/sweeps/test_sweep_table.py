@@ -51,6 +51,19 @@ def test_a_trial_of_nan_scores_does_not_change_the_ranking():
     assert sweep_table.best_of(summaries[:1], 1) is None
 
 
+def test_the_metric_of_a_search_ranks_and_is_shown(capsys):
+    """It may differ from the score that would rank a sweep. A pruned trial is never the best."""
+    scores = {"validation_accuracy": (0.9, 0.8, 0.7), "validation_loss": (0.3, 0.2, 0.1)}
+    rows = [row(i, **{k: v[i - 1] for k, v in scores.items()}) for i in (1, 2, 3)]
+    rows[2]["state"] = "pruned"
+    assert sweep_table.best_of(rows) == (rows[0], "validation_accuracy")
+    assert sweep_table.best_of(rows, score="validation_loss") == (rows[1], "validation_loss")
+    assert sweep_table.shown_scores(rows) == ["validation_accuracy"]
+    sweep_table.print_table(rows, [], "validation_loss")
+    text = capsys.readouterr().out
+    assert "0.3" in text and "0.9" not in text and "pruned" in text
+
+
 def test_csv(tmp_path):
     rows = [row(1, accuracy=0.1 + 0.2, loss=1e-9), row(2, "failed", error='of "a, b"')]
     sweep_table.write_csv(str(tmp_path), rows, ["learning_rate"])

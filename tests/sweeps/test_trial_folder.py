@@ -6,6 +6,7 @@ from mpidl.sweeps.sweep_file import Sweep
 from mpidl.sweeps.trial_folder import (
     COMPLETE,
     FAILED,
+    PRUNED,
     RUNNING,
     WAITING,
     TrialFolder,
@@ -48,3 +49,22 @@ def test_a_trial_is_complete_once_this_is_recorded(tmp_path):
         assert folder.row()["accuracy"] == (0.5 if state == COMPLETE else None)
     (tmp_path / "trial-001" / "trial.json").write_text("damaged")
     assert folder.state() == WAITING
+
+
+def test_a_pruned_trial_has_the_scores_of_the_validation_that_pruned_it(tmp_path):
+    """Validations after it, which a killed sweep may have left, do not count."""
+    folder = folders(1)[0]._replace(path=str(tmp_path / "trial-001"))
+    folder.write(PRUNED, validations=2)
+    assert folder.state() == PRUNED and folder.row()["validation_loss"] is None  # no records
+    lines = [
+        f'{{"kind": "validation", "epoch": 1, "iteration": {i}, "loss": {3 / i}, "seconds": {i}}}'
+        for i in (1, 2, 3)
+    ]
+    (tmp_path / "trial-001" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    row = folder.row()
+    assert (row["validation_loss"], row["iterations"], row["seconds"]) == (1.5, 2, 2)
+    assert row["validation_accuracy"] is None and row["weights_sha256"] is None
+    assert folder.validations("validation_loss") == [3, 1.5]
+    assert folder.recorded(["seed"]) == {"seed": 0} and folder.recorded(["l2"]) is None
+    folder.write(COMPLETE)
+    assert folder.validations("validation_loss") == [3, 1.5, 1]

@@ -48,11 +48,12 @@ def chances(elements, samples, epoch, key):
     return np.stack(halves, axis=1).reshape(-1, len(samples))[:elements]
 
 
-def dropout(x, threshold, scale, key, epoch, samples):
+def dropout(x, threshold, scale, key, epoch, samples, whole_images):
     y, lanes = np.empty_like(x), x.shape[-1]
     for b, (block, out) in enumerate(zip(x, y, strict=True)):
         rows = block.reshape(-1, lanes)
-        drawn = chances(len(rows), samples[b * lanes : (b + 1) * lanes], epoch, key)
+        count = 1 if whole_images else len(rows)
+        drawn = chances(count, samples[b * lanes : (b + 1) * lanes], epoch, key)
         values = np.where(drawn >= threshold, rows * x.dtype.type(scale), 0)
         out[...] = values.reshape(block.shape)
     return y

@@ -251,6 +251,12 @@ def joined():
         *(dl.Conv2D(3, 8, padding=1), dl.ReLU(), dl.CrossChannelNorm(5)),
         *(dl.MaxPool2D(2, name="pool"), dl.TransposedConv2D(2, 4, stride=2), dl.ReLU()),
         *(dl.MaxPool2D(3, stride=2, padding=1, name="up"), dl.Concat(inputs=("pool", "up"))),
+        *(
+            dl.GlobalAveragePool2D(),
+            dl.Sigmoid(name="gate"),
+            dl.Multiply(inputs=("concat1", "gate")),
+        ),
+        *(dl.Scale(0.5), dl.StochasticDepth(0.1)),
         *(dl.AveragePool2D(2), dl.Dense(20), dl.ReLU(), dl.Dropout(0.25), dl.Dense(CLASSES)),
     ]
 

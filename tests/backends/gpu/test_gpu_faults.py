@@ -418,6 +418,22 @@ FAULTS = [
         arguments=("prelu, (5, 3, 7), 5",),
     ),
     Fault(
+        family="gates",
+        description="a sum leaves out the rows of other images' axes",
+        old="const int a = (int)(row / many1);",
+        new="const int a = 0;",
+        check=check_on_gpu,
+        arguments=("multiply_dx, one column, b",),
+    ),
+    Fault(
+        family="gates",
+        description="a gate of channels is read like one of pixels",
+        old="if (step) return load<WIDTH>(x);",
+        new="return load<WIDTH>(x);",
+        check=check_on_gpu,
+        arguments=("multiply, one row",),
+    ),
+    Fault(
         family="lrn",
         description="no barrier before products are added",
         old=BARRIER,

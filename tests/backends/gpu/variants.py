@@ -7,7 +7,7 @@ import numpy as np
 from benchmarks.gpu.compiling import Addresses, Collector
 from benchmarks.mpidl_step import RecordedStep
 from mpidl.backends import settings
-from mpidl.backends.gpu import activation, array, conv, kernels, launching, optimizer, pool
+from mpidl.backends.gpu import activation, array, conv, gates, kernels, launching, optimizer, pool
 from mpidl.backends.gpu.resample import resample
 from mpidl.backends.gpu.sums import Counts
 from mpidl.backends.reference.activation import FUNCTIONS
@@ -62,6 +62,7 @@ def units(architecture):
                 _convolve(*layer)
         for channels in (3, 32):
             _pool(channels)
+            _gates(channels)
             _resample(channels)
         for function in FUNCTIONS:
             x = array.empty_lanes((1, 8, LANES))
@@ -125,6 +126,12 @@ def _convolve(blocks, image, filters, *numbers):
     weight = array.filters(np.zeros(filters, np.float32))
     y = conv.conv2d(x, weight, None, geometry)
     conv.conv2d_backward(y, x, weight, geometry, None, tree, (True, True, True))
+
+
+def _gates(channels):
+    x, gate = (array.empty_lanes((1, channels, *pixels, LANES)) for pixels in ((4, 4), (1, 1)))
+    gates.multiply(x, gate)
+    gates.multiply_dx(x, x, gate)
 
 
 def _pool(channels):
