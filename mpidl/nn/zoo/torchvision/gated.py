@@ -21,7 +21,7 @@ class Style(NamedTuple):
     """What all blocks of a network share."""
 
     gate: tuple[Activation, Activation]  # activations after the two convolutions of a gate
-    norm: dict[str, float]  # arguments of the batch normalizations
+    norm: dict[str, Any]  # arguments of the batch normalizations
 
 
 class Block(NamedTuple):
