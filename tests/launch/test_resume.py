@@ -55,11 +55,11 @@ def test_on_other_ranks(copy, uninterrupted, ranks):
 def test_all_kinds_of_layers_on_other_ranks(pictures, tmp_path):
     keywords, hashes = {"network": jobs.network("varied")}, {}
     for stop in (None, 6):
-        out, limits = tmp_path / str(stop), ["--epochs", 2, "--threads-per-rank", 1]
+        out, limits = tmp_path / str(stop), ["--epochs", 2, "--threads", 1]
         limits += ["--max-iterations", stop] if stop else []
         jobs.train(1 if stop is None else 2, pictures, out, *limits, **keywords)
         if stop:
-            jobs.resume(3, out, "--max-iterations", "none", "--threads-per-rank", 2)
+            jobs.resume(3, out, "--max-iterations", "none", "--threads", 2)
         hashes[f"stopped after {stop}"] = jobs.weights_hash(out)
     jobs.assert_same_weights(hashes)
 

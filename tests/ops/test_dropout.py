@@ -100,9 +100,9 @@ def test_stochastic_depth_depends_on_epoch_seed_and_sample_alone(world):
     order = np.argsort(numbers("order", 300))
     reordered, _ = droppings(world, 300, 0.5, indices=order, epoch=1, seed=1)
     assert np.array_equal(reordered, first[order])
-    others = {"epoch": 2, "seed": 1}, {"epoch": 1, "seed": 2}
-    others += ({"epoch": 1, "seed": 1, "indices": np.arange(300) + 300},)
-    for keys in others:
+    other_keys = [{"epoch": 2, "seed": 1}, {"epoch": 1, "seed": 2}]
+    other_keys += [{"epoch": 1, "seed": 1, "indices": np.arange(300) + 300}]
+    for keys in other_keys:
         other, _ = droppings(world, 300, 0.5, **keys)
         assert 0.35 < (other == first).mean() < 0.65
 
