@@ -7,6 +7,7 @@ from mpidl.nn.layers.convolution import *
 from mpidl.nn.layers.dense import *
 from mpidl.nn.layers.dropout import *
 from mpidl.nn.layers.gates import *
+from mpidl.nn.layers.group_norm import *
 from mpidl.nn.layers.joins import *
 from mpidl.nn.layers.normalization import *
 from mpidl.nn.layers.pooling import *
