@@ -16,7 +16,16 @@ from mpidl import backends
 from mpidl.backends.cpu import arenas, conv
 from mpidl.backends.shapes import ChannelNorm, Geometry, Windows
 from mpidl.core.blocks import LANES, Blocked, DeferredInput, OneRank, share
-from mpidl.nn import Conv2D, CrossChannelNorm, Layer, MaxPool2D, Network, graph
+from mpidl.nn import (
+    Conv2D,
+    CrossChannelNorm,
+    GroupNorm,
+    InstanceNorm,
+    Layer,
+    MaxPool2D,
+    Network,
+    graph,
+)
 
 # 3x3 convolutions for comparing machines and versions: (channels, height = width).
 SHAPES = ((20, 24), (32, 32), (64, 16), (128, 8))
@@ -251,6 +260,23 @@ def _cross_channel_norm(backend, layer, x, dy, weights, batch):
     yield Pass("dx", lambda: backend.cross_channel_norm_dx(dy, x, norm), 0, 3 * x.nbytes)
 
 
+def _group_norm(backend, layer, x, dy, weights, batch):
+    if isinstance(layer, InstanceNorm):
+        groups = x.shape[1]
+    else:
+        groups = (
+            layer.groups if isinstance(layer, GroupNorm) else int(layer.over == "image") or None
+        )
+    gamma, beta = weights.get("gamma"), weights.get("beta")
+    y, statistics = backend.group_norm(x, gamma, beta, groups, layer.epsilon)
+    args = dy, x, gamma, statistics, groups, batch.tree, (True,) * 3
+    moved = x.nbytes + y.nbytes
+    yield Pass(
+        "forward", lambda: backend.group_norm(x, gamma, beta, groups, layer.epsilon), 0, moved
+    )
+    yield Pass("backward", lambda: backend.group_norm_backward(*args), 0, moved + dy.nbytes)
+
+
 def _max_pool(backend, layer, x, dy, weights, batch):
     windows = subject.pool_windows(layer, x.shape[1:4])
     _, argmax = backend.max_pool2d(x, windows)
@@ -336,6 +362,9 @@ FAMILIES = {
     "ReLU": _relu,
     "Add": _add,
     "CrossChannelNorm": _cross_channel_norm,
+    "GroupNorm": _group_norm,
+    "InstanceNorm": _group_norm,
+    "LayerNorm": _group_norm,
     "MaxPool2D": _max_pool,
     "AveragePool2D": _average_pool,
     "GlobalAveragePool2D": _global_average_pool,

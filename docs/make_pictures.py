@@ -194,6 +194,41 @@ def activations():
     save(figure, "activations")
 
 
+def explain():
+    """Draw maps of four photographs by each method, and of a network with random weights."""
+    from mpidl.explanations.pictures import overlay
+
+    words = ("--network", "digits", "--data", PHOTOGRAPHS, "--epochs", 3)
+    net = dl.load_model(trained("explain", *words) / "model.h5")[0]
+    random = dl.nn.zoo.digits(net.input_shape, len(net.classes), seed=1)
+    random.normalization = net.normalization
+    test = dl.data.open_data(PHOTOGRAPHS)[1]
+    correct = np.nonzero(dl.classify(net, test) == test.labels)[0]
+    indices = [next(i for i in correct if test.labels[i] == label) for label in (7, 8, 2, 9)]
+    images = test.subset(indices)
+    columns = {"image": images.read(range(len(indices)))}
+    for title, (network, method) in {
+        "Grad-CAM": (net, "grad-cam"),
+        "occlusion": (net, "occlusion"),
+        "gradient × pixel": (net, "gradient"),
+        "integrated gradients": (net, "integrated-gradients"),
+        "…, random weights": (random, "integrated-gradients"),
+    }.items():
+        maps = dl.explain(network, images, method=method, target="true").maps
+        columns[title] = [
+            overlay(image, values, method != "grad-cam")
+            for image, values in zip(columns["image"], maps, strict=True)
+        ]
+    figure = new_figure(8.4, 5.8)
+    for column, (title, drawn) in enumerate(columns.items()):
+        for row, pixels in enumerate(drawn):
+            axes = figure.add_subplot(len(indices), len(columns), row * len(columns) + column + 1)
+            axes.imshow(pixels if column else pixels[0], cmap="gray")
+            axes.set_title(title if row == 0 else "", fontsize=9)
+            axes.set_axis_off()
+    save(figure, "explain")
+
+
 def blocks():
     """Draw a mini-batch as blocks of 16 images, divided among 1, 2 and 3 ranks."""
     figure = new_figure(8, 2.3)
@@ -308,7 +343,8 @@ def promise():
 MAKERS = {
     maker.__name__: maker
     for maker in (
-        *(bar, verify, network, digits, activations, blocks, fold, promise, scaling, report),
+        *(bar, verify, network, digits, activations, explain, blocks, fold, promise, scaling),
+        report,
     )
 }
 

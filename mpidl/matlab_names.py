@@ -163,7 +163,8 @@ NAMES: dict[str, str] = {
     "gpuDeviceCount": "`python -m mpidl.info`, which lists the GPUs",
     "gpuArray": 'not needed: after world.use_device("gpu") dl.MinibatchQueue uploads images',
     # after training
-    "gradCAM": "not in mpidl; dl.activations(net, images, layer) returns the output of a layer",
+    "gradCAM": "dl.explain(net, images, target=label)",
+    "occlusionSensitivity": 'dl.explain(net, images, method="occlusion", target=label)',
     "minibatchpredict": "dl.predict(net, images)",
     "scores2label": "dl.classify(net, images, names=True)",
     "testnet": "dl.evaluate(net, images)",

@@ -64,6 +64,7 @@ WINGS = {  # {folder in mpidl/, with dots: wing}
         command="explain",
         summary="Show which pixels decide about the classes of images",
     ),
+    "tiles": Wing(purpose="predictions for large images, tile by tile"),
     "backends.gpu": Wing(purpose="computing on GPUs"),
     "data.storage": Wing(purpose="images in object stores, such as s3:// and https://"),
     "trackers": Wing(purpose="records of runs for TensorBoard, MLflow and other programs"),

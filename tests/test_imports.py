@@ -27,7 +27,7 @@ TRAINING = EVALUATION | {"evaluation"}
 INTERCHANGE = TRAINING | {"training"}
 PERFORMANCE = TRAINING | {"training"}
 CLI = INTERCHANGE | {"certificates", "explanations", "interchange"}
-CLI |= {"performance", "published", "sweeps", "trackers"}
+CLI |= {"performance", "published", "sweeps", "tiles", "trackers"}
 MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "core": set(),
     "tape": {"core"},
@@ -42,7 +42,7 @@ MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "data": BACKENDS | {"backends"},
     "report": {"errors", "text", "files", "phases", "core", "side_process", "lazy"},
     "losses": LOSSES,
-    "evaluation": EVALUATION,
+    "evaluation": EVALUATION | {"tiles"},  # predictions with tiles
     # The options of a run name its trackers and ask for its certificate.
     "training": TRAINING | {"trackers", "certificates"},
     "interchange": INTERCHANGE,
@@ -52,6 +52,7 @@ MAY_IMPORT = dict.fromkeys(BASE, BASE | {"core"}) | {
     "trackers": TRAINING | {"training"},
     "certificates": TRAINING | {"training"},
     "explanations": TRAINING,
+    "tiles": TRAINING,
     "cli": CLI,
 }
 COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __init__.py
@@ -66,7 +67,7 @@ ONLY_IN = {
 ONLY_LATE = {"cupy", "h5py", "matplotlib", "ml_dtypes", "onnx", "rich", "safetensors", "torch"}
 ONLY_LATE |= {"huggingface_hub"}
 ONLY_LATE |= {"aiohttp", "asyncio", "bokeh", "fsspec", "jinja2", "ssl", "tornado", "yarl"}
-ONLY_LATE |= {"mlflow", "tensorboardX", "wandb"}
+ONLY_LATE |= {"mlflow", "tensorboardX", "tifffile", "wandb"}
 # Modules that others import only inside functions, on ranks with a GPU. They use the wing.
 GPU_ALONE = ("mpidl.data.loading.device_queue", "mpidl.training.gpu_step")
 # Modules that may import these packages at the top. Other modules import them inside functions.

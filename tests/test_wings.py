@@ -25,7 +25,7 @@ REST = (
     *("data/test_registry.py", "data/formats/test_packed.py", "data/storage/test_presigned.py"),
     *("report/live/test_run.py", "report/page/test_run_page.py", "sweeps/test_sweep_file.py"),
     *("trackers/test_trackers.py", "certificates/test_chain.py", "published/test_sources.py"),
-    *("explanations/test_methods.py",),
+    *("explanations/test_methods.py", "tiles/test_grid.py"),
 )
 # For each wing, a program that uses it.
 USES = {
@@ -40,6 +40,7 @@ USES = {
     "report.live": "import mpidl.report.live.server",
     "report.page": "import mpidl.report.page",
     "sweeps": "dl.sweep",
+    "tiles": "import mpidl.tiles.tiled",
     "trackers": "dl.MLflowHook",
 }
 # For each wing without a command, a command that uses it.
@@ -47,6 +48,7 @@ TRAINING_WITH = {
     "backends.gpu": ("train", "--max-iterations", "1", "--device", "gpu"),
     "certificates": ("train", "--max-iterations", "1", "--certify"),
     "data.storage": ("train", "--data", "s3://bucket/images"),
+    "tiles": ("predict", "--model", "model.h5", "--data", "images", "--tile", "64", "--out", "out"),
     "trackers": ("train", "--max-iterations", "1", "--tensorboard"),
 }
 

@@ -289,8 +289,8 @@ static void group_norm_back_block(const struct team *team, void *argument, int64
 
 /* ---- pixels: a tile is a run of pixels of one block, with all channels ----
  *
- * A tile is processed by columns, vectors of adjacent numbers of each channel. The scratch memory of
- * the member holds the inputs of a few columns, which are read from memory once. */
+ * A tile is processed by columns, vectors of adjacent numbers of each channel. A few columns of all
+ * channels are read from memory once, and later from the caches. */
 
 enum { TILE = 16, COLUMNS = 8 };
 
@@ -298,9 +298,9 @@ enum { TILE = 16, COLUMNS = 8 };
 #define PREFETCH(at, n, writes)                                                                    \
     for (int i = 0; i < n * WIDTH; i += 64 / (int)sizeof(value)) __builtin_prefetch(at + i, writes)
 
-/* Lines of different channels are far apart, so the processor does not prefetch them, and to read
- * the lines that a tile overwrites takes as long as all the rest. Large results are therefore
- * streamed to memory. Small ones stay in the caches for the next layer. */
+/* Lines of different channels are far apart, so the processor does not prefetch them, and reading
+ * the lines that a tile overwrites would take as long as all the rest. So large results are streamed
+ * to memory. Small results stay in the caches for the next layer. */
 enum { LARGE = 8 << 20 }; /* bytes of a block */
 INLINE int streams_to(const struct job *job) {
     int64_t bytes = job->channels * job->pixels * LANES * (int64_t)sizeof(value);
@@ -312,20 +312,15 @@ INLINE int streams_to(const struct job *job) {
         else store(p, v);                                                                          \
     } while (0)
 
-
 INLINE void normalize_columns(const struct job *job, const value *x, float *means, float *rstds,
-                              float *own, value *y, int n, int streams) {
+                              value *y, int n, int streams) {
     const int64_t channels = job->channels, stride = job->pixels * LANES;
     const vec count = splat((float)channels);
     vec mean[COLUMNS] = {{0}}, rstd[COLUMNS], error[COLUMNS] = {{0}}, square[COLUMNS] = {{0}};
     for (int64_t c = 0; c < channels;) {
         vec sum[COLUMNS] = {{0}};
         for (int64_t stop = least(channels, c + RUN); c < stop; c++)
-            UNROLL for (int i = 0; i < n; i++) {
-                vec v = load(x + c * stride + i * WIDTH);
-                store(own + (c * n + i) * WIDTH, v);
-                sum[i] += v;
-            }
+            UNROLL for (int i = 0; i < n; i++) sum[i] += load(x + c * stride + i * WIDTH);
         UNROLL for (int i = 0; i < n; i++) mean[i] += sum[i];
     }
     UNROLL for (int i = 0; i < n; i++) mean[i] /= count;
@@ -334,9 +329,10 @@ INLINE void normalize_columns(const struct job *job, const value *x, float *mean
         for (int64_t stop = least(channels, c + RUN); c < stop; c++) {
             if (!streams) PREFETCH(y + c * stride, n, 1);
             UNROLL for (int i = 0; i < n; i++) {
-                vec d = load(own + (c * n + i) * WIDTH) - mean[i];
+                vec d = load(x + c * stride + i * WIDTH) - mean[i];
                 e[i] += d, q[i] = muladd(d, d, q[i]);
-            }}
+            }
+        }
         UNROLL for (int i = 0; i < n; i++) error[i] += e[i], square[i] += q[i];
     }
     UNROLL for (int i = 0; i < n; i++) {
@@ -350,7 +346,7 @@ INLINE void normalize_columns(const struct job *job, const value *x, float *mean
         const vec gamma = factor_of(job->gamma, c, 1), beta = factor_of(job->beta, c, 0);
         PREFETCH(x + c * stride + n * WIDTH, n, 0);
         UNROLL for (int i = 0; i < n; i++) {
-            vec d = (load(own + (c * n + i) * WIDTH) - mean[i]) * rstd[i];
+            vec d = (load(x + c * stride + i * WIDTH) - mean[i]) * rstd[i];
             PUT(y + c * stride + i * WIDTH, muladd(d, gamma, beta));
         }
     }
@@ -359,11 +355,10 @@ INLINE void normalize_columns(const struct job *job, const value *x, float *mean
 /* Compute dx of some columns, and add their terms to `sums`, 16 lanes for each channel of gamma and
  * then of beta. Pixels are added in their order, so the width of a vector makes no difference. */
 INLINE void back_of_columns(const struct job *job, const value *dy, const value *x,
-                            const float *means, const float *rstds, float *own, float *sums,
-                            value *dx, int n, int streams) {
+                            const float *means, const float *rstds, float *sums, value *dx, int n,
+                            int streams) {
     const int64_t channels = job->channels, stride = job->pixels * LANES;
     const vec count = splat((float)channels);
-    float *products = own + channels * n * WIDTH;
     vec mean[COLUMNS], rstd[COLUMNS], of_dz[COLUMNS] = {{0}}, of_product[COLUMNS] = {{0}};
     UNROLL for (int i = 0; i < n; i++) {
         mean[i] = load(means + i * WIDTH), rstd[i] = load(rstds + i * WIDTH);
@@ -376,7 +371,6 @@ INLINE void back_of_columns(const struct job *job, const value *dy, const value 
             UNROLL for (int i = 0; i < n; i++) {
                 vec g = load(dy + c * stride + i * WIDTH);
                 vec d = (load(x + c * stride + i * WIDTH) - mean[i]) * rstd[i];
-                store(own + (c * n + i) * WIDTH, g), store(products + (c * n + i) * WIDTH, d);
                 s[i] = muladd(gamma, g, s[i]), q[i] = muladd(gamma * g, d, q[i]);
             }
         }
@@ -386,9 +380,9 @@ INLINE void back_of_columns(const struct job *job, const value *dy, const value 
     for (int64_t c = 0; c < channels; c++) {
         const vec gamma = factor_of(job->gamma, c, 1);
         vec g[COLUMNS], d[COLUMNS];
-        PREFETCH(dy + c * stride + n * WIDTH, n, 0); PREFETCH(x + c * stride + n * WIDTH, n, 0);
         UNROLL for (int i = 0; i < n; i++) {
-            g[i] = load(own + (c * n + i) * WIDTH), d[i] = load(products + (c * n + i) * WIDTH);
+            g[i] = load(dy + c * stride + i * WIDTH);
+            d[i] = (load(x + c * stride + i * WIDTH) - mean[i]) * rstd[i];
             if (dx)
                 PUT(dx + c * stride + i * WIDTH,
                     rstd[i] * muladd(of_product[i], d[i], muladd(gamma, g[i], -of_dz[i])));
@@ -406,7 +400,7 @@ INLINE void back_of_columns(const struct job *job, const value *dy, const value 
 /* The leaf of gamma and beta has `rows` elements, a multiple of 16. */
 INLINE int64_t rows_of(const struct job *job) { return parts_of(2 * job->channels, LANES) * LANES; }
 
-APART void normalize_tile(const struct job *argument, int64_t block, int64_t tile, float *own) {
+APART void normalize_tile(const struct job *argument, int64_t block, int64_t tile) {
     const struct job copy = *argument, *job = &copy;
     const int64_t first = tile * TILE * LANES, size = job->pixels * LANES;
     const int64_t stop = least(size, first + TILE * LANES), at = block * job->channels * size;
@@ -414,7 +408,7 @@ APART void normalize_tile(const struct job *argument, int64_t block, int64_t til
     const int streams = streams_to(job);
     int64_t i = first;
 #define NORMALIZE(n, streams)                                                                      \
-    normalize_columns(job, job->x + at + i, mean + i, rstd + i, own, job->out + at + i, n, streams)
+    normalize_columns(job, job->x + at + i, mean + i, rstd + i, job->out + at + i, n, streams)
     for (; i + COLUMNS * WIDTH <= stop; i += COLUMNS * WIDTH)
         if (streams) NORMALIZE(COLUMNS, 1);
         else NORMALIZE(COLUMNS, 0);
@@ -423,18 +417,18 @@ APART void normalize_tile(const struct job *argument, int64_t block, int64_t til
     if (streams) streamed();
 }
 
-APART void back_of_tile(const struct job *argument, int64_t block, int64_t tile, float *own,
+APART void back_of_tile(const struct job *argument, int64_t block, int64_t tile, float *sums,
                         float *partial) {
     const struct job copy = *argument, *job = &copy;
     const int64_t first = tile * TILE * LANES, size = job->pixels * LANES;
     const int64_t stop = least(size, first + TILE * LANES), at = block * job->channels * size;
     const float *mean = mean_of(job, block, 0), *rstd = rstd_of(job, block, 0);
     const int streams = job->out && streams_to(job);
-    float *sums = partial ? own + 2 * job->channels * COLUMNS * WIDTH : NULL;
+    if (!partial) sums = NULL;
     if (sums) memset(sums, 0, (size_t)(rows_of(job) * LANES) * sizeof *sums);
     int64_t i = first;
 #define BACK(n, streams)                                                                           \
-    back_of_columns(job, job->dy + at + i, job->x + at + i, mean + i, rstd + i, own, sums,         \
+    back_of_columns(job, job->dy + at + i, job->x + at + i, mean + i, rstd + i, sums,              \
                     job->out ? job->out + at + i : NULL, n, streams)
     for (; i + COLUMNS * WIDTH <= stop; i += COLUMNS * WIDTH)
         if (streams) BACK(COLUMNS, 1);
@@ -450,7 +444,7 @@ APART void back_of_tile(const struct job *argument, int64_t block, int64_t tile,
 static void pixel_norm_block(const struct team *team, void *argument, int64_t block) {
     const struct job *job = argument;
     EACH_TILE(team, tile, parts_of(job->pixels, TILE)) {
-        normalize_tile(job, block, tile, team->own);
+        normalize_tile(job, block, tile);
         tick();
     }
 }
@@ -501,7 +495,7 @@ void mpidl_group_norm(const value *x, const float *gamma, const float *beta, flo
         const int64_t scratch = 3 * channels / groups * (int64_t)(sizeof(struct sums) / 4);
         each_block(blocks, group_norm_block, &job, scratch, scratch);
     } else
-        each_block(blocks, pixel_norm_block, &job, 0, channels * COLUMNS * WIDTH);
+        each_block(blocks, pixel_norm_block, &job, 0, 0);
 }
 
 void mpidl_group_norm_backward(const value *dy, const value *x, const float *gamma,
@@ -521,7 +515,7 @@ void mpidl_group_norm_backward(const value *dy, const value *x, const float *gam
     } else {
         const int64_t rows = rows_of(&job);
         each_block(blocks, pixel_norm_back_block, &job, parts_of(pixels, TILE) * rows,
-                   2 * channels * COLUMNS * WIDTH + rows * LANES);
+                   rows * LANES);
     }
     if (nodes && !mpidl_missing_bytes) leaves_end(&leaves);
 }

@@ -129,9 +129,10 @@ void mpidl_split(const value *y, value *x, int64_t blocks, int64_t channels, int
                  int64_t all, int64_t first);
 
 /* resample.c: weighted sums of pixels. x (blocks, C, H, W, 16) is a source, y is (blocks, C, P, Q,
- * 16), and shape is C, H, W, P, Q. `rows` has the P + 1 positions at which the taps of each row of y
- * begin, followed by the taps: the row of x in the lower and the bits of a float, the weight, in the
- * upper half of an integer. `columns` has Q + 1 positions and the taps of the columns. */
+ * 16), and shape is C, H, W, P, Q. `rows` has the P + 1 positions at which the taps of each row of
+ * y begin, followed by the taps. A tap has the row of x in the lower half of an integer, and the
+ * bits of a float, its weight, in the upper half. `columns` has Q + 1 positions and the taps of the
+ * columns. */
 void mpidl_resample(const value *x, const float *mean, const float *scale, const float *beta,
                     float low, float high, value *y, int64_t blocks, const int64_t *shape,
                     const int64_t *rows, const int64_t *columns);

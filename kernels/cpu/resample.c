@@ -4,7 +4,8 @@
 #include "mpidl.h"
 #include "team.h"
 
-enum { PIXELS = 2048 }; /* pixels of the output in a tile, at least one row */
+/* PIXELS: pixels of the output in a tile, at least one row. FEW: rows that are added at once. */
+enum { PIXELS = 2048, FEW = 4 };
 
 /* A pixel along one axis, and the weight with which it enters a sum. */
 struct tap {
@@ -39,31 +40,45 @@ INLINE vec read(const value *x, int deferred, struct norm n) {
     return deferred ? activate(load(x), n) : load(x);
 }
 
-/* Compute the weighted sum of `count` rows of a channel; a row has `numbers` numbers. The compiler
- * keeps the weights in registers if `count` is a constant. */
-INLINE void add_rows(const struct tap *taps, int64_t count, const value *x, int64_t numbers,
-                     int deferred, struct norm n, float *sum) {
+/* Add the weighted sum of `count` rows of a channel, a constant, to `sum`, or store it there if
+ * `is_first`. A row has `numbers` numbers. Processors do not prefetch several short rows by
+ * themselves. */
+INLINE void add_rows(const struct tap *taps, const int count, const int is_first, const value *x,
+                     int64_t numbers, const int deferred, struct norm n, float *restrict sum) {
+    const value *rows[FEW];
+    vec weights[FEW];
+    UNROLL for (int t = 0; t < count; t++) {
+        rows[t] = x + taps[t].pixel * numbers;
+        weights[t] = splat(taps[t].weight);
+    }
     for (int64_t i = 0; i < numbers; i += WIDTH) {
-        vec s = splat(taps[0].weight) * read(x + taps[0].pixel * numbers + i, deferred, n);
-        for (int64_t t = 1; t < count; t++)
-            s = muladd(splat(taps[t].weight), read(x + taps[t].pixel * numbers + i, deferred, n),
-                       s);
+        UNROLL for (int t = 0; t < count; t++) __builtin_prefetch(rows[t] + i + count * numbers);
+        vec s = read(rows[0] + i, deferred, n);
+        if (is_first)
+            s = weights[0] * s;
+        else
+            s = muladd(weights[0], s, load(sum + i));
+        UNROLL for (int t = 1; t < count; t++)
+            s = muladd(weights[t], read(rows[t] + i, deferred, n), s);
         store(sum + i, s);
     }
 }
 
+/* Compute the weighted sum of rows, a few rows at a time. */
 INLINE void sum_rows(const struct tap *taps, int64_t count, const value *x, int64_t numbers,
-                     int deferred, struct norm n, float *sum) {
-    if (count == 0)
-        memset(sum, 0, (size_t)numbers * sizeof *sum);
-    else if (count == 1)
-        add_rows(taps, 1, x, numbers, deferred, n, sum);
-    else if (count == 2)
-        add_rows(taps, 2, x, numbers, deferred, n, sum);
-    else if (count == 4)
-        add_rows(taps, 4, x, numbers, deferred, n, sum);
-    else
-        add_rows(taps, count, x, numbers, deferred, n, sum);
+                     const int deferred, struct norm n, float *sum) {
+    if (count == 0) memset(sum, 0, (size_t)numbers * sizeof *sum);
+    for (int64_t t = 0; t < count; t += FEW) {
+        const int64_t few = least(FEW, count - t);
+        if (few == 1 && !t) add_rows(taps + t, 1, 1, x, numbers, deferred, n, sum);
+        else if (few == 2 && !t) add_rows(taps + t, 2, 1, x, numbers, deferred, n, sum);
+        else if (few == 3 && !t) add_rows(taps + t, 3, 1, x, numbers, deferred, n, sum);
+        else if (!t) add_rows(taps + t, 4, 1, x, numbers, deferred, n, sum);
+        else if (few == 1) add_rows(taps + t, 1, 0, x, numbers, deferred, n, sum);
+        else if (few == 2) add_rows(taps + t, 2, 0, x, numbers, deferred, n, sum);
+        else if (few == 3) add_rows(taps + t, 3, 0, x, numbers, deferred, n, sum);
+        else add_rows(taps + t, 4, 0, x, numbers, deferred, n, sum);
+    }
 }
 
 /* Compute a row of the output from the weighted sum of rows. */

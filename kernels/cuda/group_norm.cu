@@ -300,12 +300,14 @@ element_sums(const value* __restrict__ dy, const value* __restrict__ x,
   EACH_INDEX(i, elements) {  // elements of all blocks, channels last
     const int c = (int)(i % channels);
     const long long pixel = i / channels, block = pixel / pixels;
+    long long at = (block * 16 * pixels + pixel % pixels) * channels + c;
+    long long set = block * 16 * sets.per_row + c / width;
     float sum = 0, product = 0;
+#pragma unroll 4
     for (int image = 0; image < 16; ++image) {
-      const long long row = (block * 16 + image) * pixels + pixel % pixels;
-      const float g = get(dy[row * channels + c]);
-      sum += g;
-      product = fmaf(g, sets.normalized(get(x[row * channels + c]), sets.of(row, c)), product);
+      const float g = get(dy[at]);
+      sum += g, product = fmaf(g, sets.normalized(get(x[at]), set), product);
+      at += (long long)pixels * channels, set += sets.per_row;
     }
     const long long to = (block * channels + c) * pixels + pixel % pixels;
     products[to] = product, sums[to] = sum;

@@ -10,7 +10,9 @@
 
 typedef Floats<RESAMPLE_WIDTH> Values; // the channels that a thread reads or writes at once
 
-__device__ __forceinline__ float weight_of(long long tap) { return __int_as_float((int)(tap >> 32)); }
+__device__ __forceinline__ float weight_of(long long tap) {
+    return __int_as_float((int)(tap >> 32));
+}
 
 // y (images, P, Q, C) are sums over rows and then over columns of x (images, H, W, C), which is
 // normalized if mean is not null. A CTA (block of threads) writes one row of y. Grid: images * P.

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from mpidl import backends, data, losses
 from mpidl.cli import arguments, remote, start, user_files
@@ -17,12 +18,15 @@ from mpidl.evaluation import confusion
 from mpidl.files import on_rank_0
 from mpidl.nn import Network
 from mpidl.nn.layers import Layer, Sigmoid
-from mpidl.options.declaration import flag
+from mpidl.options.declaration import at_least, flag
 from mpidl.ranks import failure
 from mpidl.ranks.world import World
 from mpidl.report import Console, arrays
 from mpidl.text import printable
 from mpidl.training.options.run_inputs import EMBEDDED
+
+if TYPE_CHECKING:
+    from mpidl.tiles.pictures import Pictures
 
 # The ten most common options, in the order in which --help shows them.
 COMMON = """
@@ -79,6 +83,20 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     )
     parser.add_options("metrics")
     parser.text("--activations", "LAYER", "Write the output of this layer for each image to --out")
+    parser.number(
+        "--tile",
+        "Predict images of any size in square tiles of this side, for models that predict pixels. "
+        "--out FOLDER gets a picture of the classes of each image; --out FILE.npy or FILE.h5, the "
+        "scores",
+        group="Large images",
+    )
+    parser.text(
+        "--overlap",
+        "N",
+        "Pixels that neighbouring tiles share at least; default: an eighth of --tile",
+        type=at_least(0),
+        group="Large images",
+    )
     names = arguments.PREPROCESS
     parser.add_options(*names, **dict.fromkeys(names, "the model's preprocessing"))
     arguments.add_normalization(parser, "the normalization that FILE describes")
@@ -89,6 +107,10 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
+    if parsed.tile is not None:
+        from mpidl.tiles import files
+
+        files.check_options(parsed)
     world = start_ranks(parsed)
     on_rank_0(world, lambda: _check_outputs(parsed))
     # Every rank needs the custom layers, because rank 0 sends the network to all ranks.
@@ -96,6 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     net = on_rank_0(world, lambda: load_network(parsed, layers))
     parsed.bad_images = BadImages.of_options(parsed)
     console = Console(world.rank, stream=sys.stderr)  # stdout is for the results
+    if parsed.tile is not None:
+        with console.stage("prediction in tiles"):
+            pictures = files.write_predictions(parsed, world, net)
+        print_facts(parsed, world, net, pictures)
+        return 0
     with console.stage("reading the data"):
         images = data.open_test_data(
             parsed.data, world, classes=losses.label_names(net), labelled=False, option="--data"
@@ -164,7 +191,9 @@ def check_shape(net: Network, images: Datastore, source: str) -> None:
         )
 
 
-def print_facts(parsed: argparse.Namespace, world: World, net: Network, images: Datastore) -> None:
+def print_facts(
+    parsed: argparse.Namespace, world: World, net: Network, images: "Datastore | Pictures"
+) -> None:
     """Print on rank 0 what was computed, and which images were skipped."""
     if world.rank:
         return
@@ -185,6 +214,8 @@ def _check_outputs(parsed):
     """Check the output files before the computation; raise UserError if one cannot be written."""
     for name in ("out", "confusion"):
         refuse_remote(getattr(parsed, name), flag(name), "a file")
+    if parsed.overlap is not None and parsed.tile is None:
+        raise UserError("--overlap: expected --tile with it, found none")
     if parsed.confusion:
         confusion.check_path(parsed.confusion, "--confusion")
     if parsed.activations:

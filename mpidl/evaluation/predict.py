@@ -40,6 +40,8 @@ def predict(
     batch_size: int = BATCH,
     softmax: bool | None = None,
     test_flips: Flips = "none",
+    tile: int | None = None,
+    overlap: int | None = None,
     everywhere: Literal[True] = True,
 ) -> np.ndarray: ...
 @overload
@@ -51,6 +53,8 @@ def predict(
     batch_size: int = BATCH,
     softmax: bool | None = None,
     test_flips: Flips = "none",
+    tile: int | None = None,
+    overlap: int | None = None,
     everywhere: bool,
 ) -> np.ndarray | None: ...
 @explain_arguments
@@ -62,6 +66,8 @@ def predict(
     batch_size: int = BATCH,
     softmax: bool | None = None,
     test_flips: Flips = "none",
+    tile: int | None = None,
+    overlap: int | None = None,
     everywhere: bool = True,
 ) -> np.ndarray | None:
     """Return the network's output for each image, in prediction mode. Collective.
@@ -87,6 +93,11 @@ def predict(
         means that the network predicts several labels.
     test_flips : {"none", "x", "y", "xy"}
         Average the outputs over mirror images: left to right, top to bottom, or both ways.
+    tile : int, optional
+        Predict images of any size in square tiles of this side, and blend the outputs. The network
+        must have outputs (K, H, W). At most 16 tiles per rank form a mini-batch.
+    overlap : int, optional
+        Pixels that neighbouring tiles share at least, by default an eighth of the tile.
     everywhere : bool
         Whether all ranks get the result. If False, only rank 0 gets it.
 
@@ -98,23 +109,19 @@ def predict(
     Raises
     ------
     UserError
-        If the network expects images of another shape.
+        If the network expects images of another shape, or cannot read tiles.
     """
-    images = images_for(net, images)
+    in_tiles = tile is not None or overlap is not None
+    images = images_for(net, images, in_tiles)
     if softmax is None:
         softmax = len(net.output_shape) == 1 and images.targets_shape is None
         softmax = softmax and not losses.has_separate_labels(net) and net.classes != ()
     function = scores if softmax else outputs
-    return _collect(
-        net,
-        images,
-        function,
-        shape=net.output_shape,
-        world=world,
-        batch_size=batch_size,
-        everywhere=everywhere,
-        test_flips=test_flips,
-    )
+    options: dict[str, Any] = {"world": world, "batch_size": batch_size, "everywhere": everywhere}
+    options["test_flips"] = test_flips
+    if in_tiles:
+        return _collect_tiled(net, images, function, tile=tile, overlap=overlap, **options)
+    return _collect(net, images, function, shape=net.output_shape, **options)
 
 
 @overload
@@ -126,6 +133,8 @@ def classify(
     batch_size: int = BATCH,
     names: bool = False,
     test_flips: Flips = "none",
+    tile: int | None = None,
+    overlap: int | None = None,
     everywhere: Literal[True] = True,
 ) -> np.ndarray: ...
 @overload
@@ -137,6 +146,8 @@ def classify(
     batch_size: int = BATCH,
     names: bool = False,
     test_flips: Flips = "none",
+    tile: int | None = None,
+    overlap: int | None = None,
     everywhere: bool,
 ) -> np.ndarray | None: ...
 @explain_arguments
@@ -148,6 +159,8 @@ def classify(
     batch_size: int = BATCH,
     names: bool = False,
     test_flips: Flips = "none",
+    tile: int | None = None,
+    overlap: int | None = None,
     everywhere: bool = True,
 ) -> np.ndarray | None:
     """Return the class of each image, in prediction mode. Collective.
@@ -158,8 +171,8 @@ def classify(
 
     Parameters
     ----------
-    net, images, world, batch_size, test_flips, everywhere
-        See `predict`.
+    net, images, world, batch_size, test_flips, tile, overlap, everywhere
+        See `predict`. With tiles, the class is that of the largest blended output.
     names : bool
         Whether to return the names of the classes, ``net.classes``, instead of their indices. The
         name is "" if an output is NaN.
@@ -195,17 +208,16 @@ def classify(
             "classify: names=True: expected a network with class names, found none (its `classes` "
             'are None): set net.classes = ("cat", "dog", ...)'
         )
-    indices = _collect(
-        net,
-        images_for(net, images),
-        labels,
-        shape=net.output_shape[1:],
-        dtype=np.int64,
-        world=world,
-        batch_size=batch_size,
-        everywhere=everywhere,
-        test_flips=test_flips,
-    )
+    in_tiles = tile is not None or overlap is not None
+    images = images_for(net, images, in_tiles)
+    options: dict[str, Any] = {"world": world, "batch_size": batch_size, "everywhere": everywhere}
+    options["test_flips"] = test_flips
+    if in_tiles:
+        options |= {"tile": tile, "overlap": overlap, "finish": _classes_of_pixels}
+        indices = _collect_tiled(net, images, class_scores, **options)
+    else:
+        shape = net.output_shape[1:]
+        indices = _collect(net, images, labels, shape=shape, dtype=np.int64, **options)
     if not names or indices is None:
         return indices
     return np.array([*(net.classes or ()), ""])[indices]  # -1, for NaN outputs, selects ""
@@ -291,10 +303,15 @@ def probabilities(net: Network, images: Blocked) -> np.ndarray:
     return ops.sigmoid(net.logits(images, Sigmoid)).local()
 
 
+def class_scores(net: Network, images: Blocked) -> np.ndarray:
+    """Return the outputs from which `labels` determines the classes, (n, K, ...)."""
+    last_layer = Sigmoid if net.output_shape[0] == 1 else Softmax
+    return net.logits(images, last_layer).local()
+
+
 def labels(net: Network, images: Blocked) -> np.ndarray:
     """Return the classes of this rank's images, int64 (n, ...)."""
-    last_layer = Sigmoid if net.output_shape[0] == 1 else Softmax
-    return predicted_classes(net.logits(images, last_layer).local())
+    return predicted_classes(class_scores(net, images))
 
 
 def scores_and_labels(net: Network, images: Blocked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -347,17 +364,29 @@ def by_batch(
         yield np.concatenate(indices), joined
 
 
-def images_for(net: Network, images: Datastore | MinibatchQueue | Arrays | np.ndarray) -> Datastore:
-    """Convert images to a datastore; raise UserError if the network expects another image shape."""
+def images_for(
+    net: Network,
+    images: Datastore | MinibatchQueue | Arrays | np.ndarray,
+    in_tiles: bool = False,
+) -> Datastore:
+    """Convert images to a datastore.
+
+    Raises UserError if the network expects another image shape, unless it reads `in_tiles`.
+    """
     need_network(net)
+    if in_tiles and isinstance(images, MinibatchQueue):
+        raise UserError("tile: expected images or a datastore, found a MinibatchQueue")
     if isinstance(images, Datastore | MinibatchQueue | tuple):
         images = evaluated_images(images)
     else:
         images = np.asarray(images)
-        images = images[None] if images.shape == net.input_shape else images
-        layout = "NCHW" if images.shape[1:] == net.input_shape else None
+        is_one = images.ndim == 3 and images.shape[0] == net.input_shape[0]
+        is_one = is_one and (in_tiles or images.shape == net.input_shape)
+        images = images[None] if is_one else images
+        is_input = images.shape[1:] == net.input_shape
+        layout = "NCHW" if is_input or (in_tiles and images.ndim == 4) else None
         images = ArrayDatastore(images, layout=layout)
-    if not net.takes(images.image_shape):
+    if not in_tiles and not net.takes(images.image_shape):
         raise UserError(
             f"{images.describe()}: expected images of shape {net.input_shape}, which the network "
             f"expects, found {images.image_shape}"
@@ -369,6 +398,39 @@ def _collect(net, datastore, function, *, shape, dtype=np.float32, **options):
     """Call a function for all images, and collect its results in one array."""
     arrays = collect(net, datastore, function, entries=[(shape, dtype)], **options)
     return None if arrays is None else arrays[0]
+
+
+def _collect_tiled(
+    net, datastore, function, *, tile, overlap, world, everywhere, finish=None, **options
+):
+    """Call a function for all tiles of all images, and collect its blended results in one array.
+
+    `finish` converts scores (K, m, W) of rows of an image to entries of the result.
+    """
+    from mpidl.tiles import tiled
+
+    if tile is None:
+        raise UserError(f"overlap {overlap}: expected it together with tile, the side of tiles")
+    world, is_own = evaluating_world(world, datastore)
+    options |= {"world": world, "batch_size": tiled.tiles_per_batch(options["batch_size"], world)}
+    collected = tiled.scores_of_store(
+        net,
+        datastore,
+        lambda part, tiles: by_batch(part, tiles, function, **options),
+        tile=tile,
+        overlap=overlap,
+        finish=finish,
+        world=world,
+        everywhere=everywhere,
+    )
+    if is_own:
+        world.close()
+    return collected
+
+
+def _classes_of_pixels(scores):
+    """Return the classes (m, W) of scores (K, m, W)."""
+    return predicted_classes(scores[None])[0]
 
 
 def collect(

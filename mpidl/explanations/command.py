@@ -1,6 +1,7 @@
 """`python -m mpidl.explain`: show which pixels decide about the classes of images."""
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from mpidl.text import printable
 COMMON = "method target out worst layer window steps baseline resize device".split()
 # Training options that the command also accepts.
 OPTIONS = ("device", "gpus", "precision", "threads", "winograd", "timeout", "on_bad_image")
+ARGUMENTS = ("layer", "window", "stride", "steps", "baseline")  # of some methods
 NUMBER = Rule(float, "a number")
 FOLDER = "explanations"
 
@@ -66,17 +68,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "Explain only the K mistakes with the largest probabilities, in a page mistakes.html",
         metavar="K",
     )
-    parser.text("--layer", "LAYER", "Grad-CAM: the layer; default: the last one with pixels")
-    for name, default in (("window", "an eighth of the image"), ("stride", "half of the window")):
-        parser.text(f"--{name}", "HxW", f"Occlusion: {name}; default: {default}", type=SIZE)
-    parser.number("--steps", "Integrated gradients: gradients per image; default: 50")
-    parser.text(
-        "--baseline",
-        "X",
-        "Occlusion and integrated gradients: a pixel without information, after normalization; "
-        "default: 0",
-        type=NUMBER,
-    )
+    _add_method_options(parser)
     parser.text("--layers", "FILE.py", "Python file with the model's custom layer classes")
     names = arguments.PREPROCESS
     parser.add_options(*names, **dict.fromkeys(names, "the model's preprocessing"))
@@ -95,13 +87,28 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     return parsed
 
 
+def _add_method_options(parser):
+    """Add the options that only some of the methods have."""
+    parser.text("--layer", "LAYER", "Grad-CAM: the layer; default: the last one with pixels")
+    for name, default in (("window", "an eighth of the image"), ("stride", "half of the window")):
+        parser.text(f"--{name}", "HxW", f"Occlusion: {name}; default: {default}", type=SIZE)
+    parser.number("--steps", "Integrated gradients: gradients per image; default: 50")
+    parser.text(
+        "--baseline",
+        "X",
+        "Occlusion and integrated gradients: a pixel without information, after normalization; "
+        "default: 0",
+        type=NUMBER,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
-    names = ("layer", "window", "stride", "steps", "baseline")
-    options: dict[str, Any] = {name: getattr(parsed, name) for name in names}
+    options: dict[str, Any] = {name: getattr(parsed, name) for name in ARGUMENTS}
     options |= {name: numbers_of(SIZE, options[name]) for name in ("window", "stride")}
-    method = methods.method_of(parsed.method, options)
+    with _flags_in_errors():
+        method = methods.method_of(parsed.method, options)
     world = predict.start_ranks(parsed)
     folder = FOLDER if parsed.out is None else parsed.out
     on_rank_0(world, lambda: _make_folder(folder))
@@ -124,12 +131,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = results.Job(world, net, images, folder, settings)
     with console.stage(f"{parsed.method} for {len(images)} images"):
         if parsed.worst:
-            mistakes.explain_mistakes(job, method, parsed.worst)
+            with _flags_in_errors():
+                mistakes.explain_mistakes(job, method, parsed.worst)
         else:
-            classes = target_classes(net, images, _target(net, parsed.target))
-            results.explain_images(job, Explainer(net, method, classes))
+            with _flags_in_errors():
+                classes = target_classes(net, images, _target(net, parsed.target))
+                explainer = Explainer(net, method, classes)
+            results.explain_images(job, explainer)
     predict.print_facts(parsed, world, net, images)
     return 0
+
+
+@contextlib.contextmanager
+def _flags_in_errors():
+    """Let UserErrors that begin with the name of an argument of `explain` begin with its flag."""
+    try:
+        yield
+    except UserError as error:
+        if not str(error).startswith((*ARGUMENTS, "target")):
+            raise
+        raise UserError(f"--{error}") from error
 
 
 def _target(net, text):

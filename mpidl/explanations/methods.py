@@ -10,7 +10,7 @@ import abc
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
@@ -34,10 +34,11 @@ Baseline: TypeAlias = float | Sequence[float] | np.ndarray
 
 
 class Method(abc.ABC):
-    """Base class of the methods. `of_channels` says whether channels have separate entries."""
+    """Base class of the methods."""
 
-    of_channels = False
-    is_signed = True  # whether an entry may be negative
+    name: ClassVar[MethodName]
+    of_channels: ClassVar[bool] = False  # whether each channel of a pixel has an entry
+    is_signed: ClassVar[bool] = True  # whether an entry may be negative
 
     def prepared(self, net: Network) -> Network:
         """Return the network with which the method is called; raise UserError if it does not fit.
@@ -63,8 +64,9 @@ class GradCAM(Method):
     localization", 2017. Maps are resized to the image by bilinear interpolation.
     """
 
-    layer: str | None = None
+    name = "grad-cam"
     is_signed = False
+    layer: str | None = None
 
     def prepared(self, net: Network) -> Network:
         self.layer = watched.chosen_layer(net, self.layer)
@@ -90,6 +92,7 @@ class Occlusion(Method):
     is the mean over the windows that cover it.
     """
 
+    name = "occlusion"
     window: int | tuple[int, int] | None = None
     stride: int | tuple[int, int] | None = None
     baseline: Baseline = 0.0
@@ -133,6 +136,7 @@ class Occlusion(Method):
 class Gradient(Method):
     """Multiply each pixel by the gradient of the score with respect to it."""
 
+    name = "gradient"
     of_channels = True
 
     def __call__(self, net: Network, images: Blocked, classes: np.ndarray) -> np.ndarray:
@@ -148,9 +152,10 @@ class IntegratedGradients(Method):
     Gauss-Legendre quadrature.
     """
 
+    name = "integrated-gradients"
+    of_channels = True
     steps: int = 50
     baseline: Baseline = 0.0
-    of_channels = True
 
     def prepared(self, net: Network) -> Network:
         if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
@@ -168,12 +173,8 @@ class IntegratedGradients(Method):
 
 
 METHODS: dict[str, type[Method]] = {
-    "grad-cam": GradCAM,
-    "occlusion": Occlusion,
-    "gradient": Gradient,
-    "integrated-gradients": IntegratedGradients,
+    kind.name: kind for kind in (GradCAM, Occlusion, Gradient, IntegratedGradients)
 }
-OPTIONS = ("layer", "window", "stride", "steps", "baseline")
 
 
 def method_of(name: str, options: dict[str, Any]) -> Method:

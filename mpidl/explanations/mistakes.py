@@ -43,6 +43,11 @@ def explain_mistakes(job: Job, method: Method, count: int) -> None:
     """
     if len(job.net.output_shape) > 1 or job.net.classes == ():
         raise UserError("--worst: expected a network whose outputs are scores of classes")
+    if job.images.labels is None:
+        raise UserError(
+            f"--worst: expected images with a class label each, found none in "
+            f"{job.images.describe()}"
+        )
     labels = target_classes(job.net, job.images, "true")
     assert labels is not None
     indices, total, mistakes = _worst(job, labels, count)
@@ -52,6 +57,8 @@ def explain_mistakes(job: Job, method: Method, count: int) -> None:
         for target in ("predicted", "true")
     ]
     accuracy = f"{total - mistakes} of {total} images are classified correctly"
+    facts = f"{job.images.describe()}. {accuracy}. In each row: an image, the map of the predicted "
+    facts += f"class and the map of the true class, by {method.name}."
     path = os.path.join(job.folder, PAGE)
     if job.world.rank == 0:
         print(accuracy)
@@ -108,23 +115,22 @@ def _print_table(job, explained):
     print("\n".join(aligned(rows, left=3)))
 
 
-def _page(job, method, accuracy, explained):
+def _page(job, method, facts, explained):
     """Return the page; it needs no other file."""
     title = f"The {len(job.images)} most confident mistakes"
-    name = type(method).__name__
     figures = [_figure(job, method, i, explained) for i in range(len(job.images))]
     return page(
         title,
         STYLE + IMAGE_STYLE,
         element("h1", title),
-        element("p", f"{job.images.describe()}: {accuracy}. Maps by {name}."),
+        element("p", facts),
         element("div", *figures, class_="mistakes"),
     )
 
 
 def _figure(job, method, index, explained):
     pixels, name = job.pixels(index), job.images.name(index)
-    parts: list[Content] = [_image(pictures.plain(pixels), f"{name}")]
+    parts: list[Content] = [_image(pictures.plain(pixels), name)]
     texts = []
     for kind, (maps, classes, scores, chances, _) in zip(
         ("predicted", "true"), explained, strict=True

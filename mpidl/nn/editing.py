@@ -83,6 +83,23 @@ def append_layer(net: Network, layer: Layer) -> Network:
     return edited
 
 
+def with_input_shape(net: Network, shape: Sequence[int]) -> Network:
+    """Return a network of the same layers for images of another shape, which shares the arrays.
+
+    Raises ValueError if a layer cannot read such images, or would need arrays of other shapes.
+    """
+    edited = type(net)(net.layers, shape, seed=None, batchnorm=net.batchnorm)
+    for new, old in ((edited._parameters, net._parameters), (edited._state, net._state)):
+        for name, array in old.items():
+            if new[name].shape != array.shape:
+                raise ValueError(f"{name} has shape {array.shape}, but needs {new[name].shape}")
+    _copy_settings(net, edited)
+    edited.crop = None
+    edited.parameters, edited.state = net.parameters, net.state
+    edited.unwhitened = net.unwhitened
+    return edited
+
+
 def up_to(net: Network, name: str) -> Network:
     """Return the part of a network that computes a layer's output; see `Network.up_to`."""
     last, part = net.layer_number(name), copy.copy(net)

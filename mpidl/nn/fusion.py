@@ -3,8 +3,8 @@
 These runs of layers become one op:
 
 - Convolution, batch normalization, and ReLU or clip. The op stores only the convolution's output.
-  Later ops (convolution, pooling, dense) apply the normalization and the activation when they read
-  that output.
+  Later ops (convolution, pooling, resizing, dense) apply the normalization and the activation when
+  they read that output.
 - Convolution and batch normalization, if only additions and convolutions read the result. The op
   stores only the convolution's output, which they normalize when they read it.
 - The addition of two values and ReLU.

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from mpidl import backends
+from mpidl.backends.deferred import readable
 from mpidl.backends.taps import Taps
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
@@ -43,7 +44,7 @@ def resample(x: Blocked, rows: Taps, columns: Taps) -> WithVjp[Blocked]:
         dx = backend.resample(dy.raw, rows.transposed, columns.transposed)
         return (x.like(dx), None)[: len(needs)]
 
-    return x.like(backend.resample(x.source, rows, columns)), vjp
+    return x.like(backend.resample(readable(x), rows, columns)), vjp
 
 
 @op(blocks=True)

@@ -21,10 +21,10 @@ def check_path(path: str, option: str) -> None:
 
 
 class ArrayFile:
-    """A file FILE.npy or FILE.h5 to which a float32 array of shape (n, ...) is written in parts, in
-    order, and for FILE.h5 further `arrays`, {name: array or list of str}. The file has a temporary
-    name until `close` renames it. Only `close` raises an error if writing has failed, so that all
-    ranks finish computing the entries together.
+    """A file FILE.npy or FILE.h5 to which a float32 array of shape (n, ...) is written in parts:
+    entries in order, or rows of images in any order. FILE.h5 also gets `arrays`, {name: array or
+    list of str}. The file has a temporary name until `close` renames it. Only `close` raises an
+    error if writing has failed, so that all ranks finish computing the entries together.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ArrayFile:
         shape: Sequence[int],
         arrays: Mapping[str, np.ndarray | list[str]],
     ):
-        self.path = path
+        self.path, self.shape = path, tuple(shape)
         self.count = 0  # number of written entries
         self.problem: Exception | None = None
         folder, base = os.path.split(os.path.abspath(path))
@@ -50,8 +50,9 @@ class ArrayFile:
                     self.file.create_dataset(key, data=values)
             else:
                 self.file = open(self.part, "wb")
-                fields = {"descr": "<f4", "fortran_order": False, "shape": tuple(shape)}
+                fields = {"descr": "<f4", "fortran_order": False, "shape": self.shape}
                 np.lib.format.write_array_header_1_0(self.file, fields)
+                self.start = self.file.tell()
 
     def write(self, values: np.ndarray) -> None:
         """Append the next m entries; `values` has the shape (m, ...)."""
@@ -61,6 +62,18 @@ class ArrayFile:
             elif self.problem is None and self.file is not None:
                 self.file.write(np.ascontiguousarray(values, "<f4"))
         self.count += len(values)
+
+    def write_rows(self, entry: int, first: int, rows: np.ndarray) -> None:
+        """Write rows (K, m, W) of an entry (K, H, W), from row `first`."""
+        with self._deferred_errors():
+            if self.problem is None and self.dataset is not None:
+                self.dataset[entry, :, first : first + rows.shape[1]] = rows
+            elif self.problem is None and self.file is not None:
+                _, planes, height, width = self.shape
+                for plane, values in enumerate(np.ascontiguousarray(rows, "<f4")):
+                    row = (entry * planes + plane) * height + first
+                    self.file.seek(self.start + 4 * row * width)
+                    self.file.write(values)
 
     def close(self) -> None:
         """Close the file and rename it to `path`.

@@ -298,7 +298,27 @@ def _resizing(outputs):
     ]
 
 
+def _image_normalized(outputs):
+    """Return a network that normalizes within images, like ConvNeXt."""
+    return [
+        nn.Conv2D(4, 24, stride=4),
+        nn.LayerNorm(epsilon=1e-6),
+        nn.Conv2D(3, 24, padding=1, groups=24),
+        nn.LayerNorm("image"),
+        nn.Conv2D(1, 20),
+        nn.GELU(),
+        nn.GroupNorm(5),
+        nn.Conv2D(3, 9, padding=1, bias=False),
+        nn.InstanceNorm(),
+        nn.ReLU(),
+        nn.Dense(11),
+        nn.LayerNorm(),
+        nn.Dense(outputs),
+    ]
+
+
 NETWORKS = {
+    "image-normalized": _image_normalized,
     "many-layers": _many_layers,
     "large-filters": _large_filters,
     "resizing": _resizing,

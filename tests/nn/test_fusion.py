@@ -24,6 +24,11 @@ LAYERS = {
         dl.AveragePool2D(2),
         dl.Dense(3),
     ],
+    "resizing": [
+        *(*conv_norm_relu(3, 8, padding=1), dl.Resize2D(scale=1.5, mode="bilinear")),
+        *(*conv_norm_relu(3, 6, stride=2), dl.Resize2D((7, 9)), dl.Conv2D(1, 4), dl.BatchNorm()),
+        *(dl.Clip(-0.5, 1), dl.AdaptiveAveragePool2D(4), dl.ChannelShuffle(2), dl.Dense(3)),
+    ],
     "strides and groups": [
         *(dl.Conv2D(3, 8, stride=2), dl.BatchNorm(epsilon=1e-3, decay=0.5), dl.ReLU()),
         *conv_norm_relu(3, 8, groups=4, dilation=2, padding=2),

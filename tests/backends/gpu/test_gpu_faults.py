@@ -442,6 +442,22 @@ FAULTS = [
         arguments=("cross_channel_norm_dx, strong, (1100,)", "cross_channel_norm, strong, (1100,)"),
     ),
     Fault(
+        family="group_norm",
+        description="all groups of an image have the statistics of the first group",
+        old="return row / height * per_row + channel / width;",
+        new="return row / height * per_row;",
+        check=check_on_gpu,
+        arguments=("group_norm, groups",),
+    ),
+    Fault(
+        family="group_norm",
+        description="the gradient of a pixel ignores the variance",
+        old="rstd * fmaf(-product, (v.at[k] - mean) * rstd, dz - sum)",
+        new="rstd * (dz - sum)",
+        check=check_on_gpu,
+        arguments=("group_norm_backward, pixels",),
+    ),
+    Fault(
         family="dropout",
         description="words of the next call are skipped",
         old="if (skip + count > GROUP)",

@@ -1,0 +1,1 @@
+"""Predict large images in overlapping tiles, whose scores are blended."""
