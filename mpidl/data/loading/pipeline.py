@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpidl.data.transforms.augment import Augmenter
     from mpidl.data.transforms.mixing import Mixing
 
+AT_ONCE = 64 << 20  # bytes of images to read before they are cropped, unless one image has more
 SPAN = 1 << 20  # minimum number of bytes that a task reads, unless the rank's share is smaller
 
 
@@ -184,9 +185,13 @@ class Pipeline:
         is not below the number of classes.
         """
         indices = self.image_indices(keys.indices)
-        pixels, labels = read_images(self.datastore, indices), self._labels(indices)
+        count = len(indices)
         if self.changes_pixels:
-            pixels, labels = self._moved(pixels, labels, keys)
+            count = max(1, AT_ONCE // max(1, self._block_bytes // LANES))
+        if count >= len(indices):
+            pixels, labels = self._read_and_move(keys)
+        else:
+            pixels, labels = self._read_in_parts(keys, count)
         if self._call is not None:
             pixels, labels = self._call(pixels, labels, keys)
         if self.classes is not None and labels is not None:
@@ -195,6 +200,22 @@ class Pipeline:
                 of_epoch = {"epoch": keys.epoch, "seed": keys.seed}
                 return self.mixing.apply(pixels, labels, keys.indices, self.classes, **of_epoch)
         return pixels, labels
+
+    def _read_and_move(self, keys):
+        indices = self.image_indices(keys.indices)
+        pixels, labels = read_images(self.datastore, indices), self._labels(indices)
+        return self._moved(pixels, labels, keys) if self.changes_pixels else (pixels, labels)
+
+    def _read_in_parts(self, keys, count):
+        """Read and augment `count` images at a time, so that only crops of the others remain."""
+        pixels, labels = [], []
+        for first in range(0, len(keys.indices), count):
+            part = keys._replace(indices=keys.indices[first : first + count])
+            images, values = self._read_and_move(part)
+            pixels.append(images.copy())  # a view would keep the whole images in memory
+            labels.append(None if values is None else values.copy())
+            del images, values
+        return np.concatenate(pixels), None if labels[0] is None else np.concatenate(labels)
 
     def image_indices(self, samples: np.ndarray) -> np.ndarray:
         """Return each sample's image index in the datastore."""

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from image_sets import refusal
+from image_sets import ReadArrays, pixels_of, refusal
 
 import mpidl as dl
 from mpidl.core import keyed
+from mpidl.data.loading import pipeline
 from mpidl.data.transforms.draws import SampleKeys
 
 
@@ -95,3 +96,31 @@ def test_a_function_gets_moved_targets():
     queue = dl.MinibatchQueue(pairs, 20, augmenter=augmenter, function=function)
     for images, targets in queue.epoch(1):
         assert np.array_equal(images.local(), targets.local())
+
+
+@pytest.mark.parametrize("is_augmented", [True, False])
+def test_large_images_are_read_a_few_at_a_time(is_augmented, monkeypatch):
+    """The mini-batches stay the same. Negative control: small images are read together."""
+    images = pixels_of(0, 40, 1, 9, 8)
+    counts = []
+
+    class Recorded(ReadArrays):
+        def read(self, indices):
+            counts.append(len(indices))
+            return super().read(indices)
+
+    store = Recorded(images, (images[:, 0] % 3).astype(np.int32))
+    options = {"crop": (6, 6)}
+    if is_augmented:
+        options = {"augmenter": dl.Augmenter(crop=(6, 5), reflect_x=True)}
+
+    def batches():
+        counts.clear()
+        queue = dl.MinibatchQueue(store, 20, 1, prefetch=0, **options)
+        return [[v.local().tobytes() for v in values] for values in queue.epoch(2)]
+
+    expected = batches()
+    assert set(counts) == {20}
+    monkeypatch.setattr(pipeline, "AT_ONCE", 3 * 9 * 8)
+    assert batches() == expected
+    assert set(counts) == {2, 3}
