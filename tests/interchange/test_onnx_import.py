@@ -1,5 +1,6 @@
 """Test networks from ONNX files: scores like onnxruntime's, errors for unknown operators."""
 
+import importlib.util
 import os
 import re
 
@@ -392,6 +393,8 @@ def test_a_network_that_pytorch_exports(tmp_path, dynamo):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     if dynamo:  # PyTorch's default
         pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
     from benchmarks import torch_networks
 
     oracle, path = torch_networks.create("resnet18", 10), tmp_path / "a.onnx"

@@ -1,5 +1,6 @@
 """Test weights in safetensors files: bytes, names, and one error for all differences."""
 
+import importlib.util
 import json
 import re
 import sys
@@ -262,6 +263,8 @@ FAST = {"resnet18", "squeezenet1_1"}  # networks whose weights are small
 def test_scores_are_those_of_pytorch(monkeypatch, name, tmp_path):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     safetensors = pytest.importorskip("safetensors.torch")
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
     from benchmarks import torch_networks
 
     classes = 21 if name in zoo.PIXEL_NETWORKS else 1000
