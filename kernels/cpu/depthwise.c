@@ -2,8 +2,10 @@
 
 #include "mpidl.h"
 
-enum { BAND_BYTES = 32 << 10 };  /* size of the copy of a band of x; a band has at least one row */
-enum { MOST_TAPS = 5 };          /* of a row of the filter */
+/* The size of the copy of a band of x; a band has at least one row. Bands of 7x7 filters are larger,
+ * because six rows are moved from each band to the next. */
+enum { BAND_BYTES = 32 << 10, BAND_BYTES_7 = 128 << 10 };
+enum { MOST_TAPS = 7, SIZES = 3 }; /* taps of a row of the filter; 3, 5 or 7 of them */
 
 /* The largest number of adjacent outputs whose sums and operands fit into registers. */
 #if REGISTERS == 32
@@ -13,8 +15,9 @@ enum { PIXELS = 4 };
 #endif
 
 int is_depthwise(const struct conv *c) {
-    return c->groups == c->C && c->K == c->C && c->R == c->S && (c->S == 3 || c->S == 5) &&
-           c->stride_w <= 2 && c->dilation_h == 1 && c->dilation_w == 1;
+    return c->groups == c->C && c->K == c->C && c->R == c->S &&
+           (c->S == 3 || c->S == 5 || c->S == 7) && c->stride_w <= 2 &&
+           c->dilation_h == 1 && c->dilation_w == 1;
 }
 
 /* A row of outputs, out[i] = bias + sum over r < rows and taps s of weight[r][s] * (an input of
@@ -99,13 +102,18 @@ typedef void row_kernel(const struct row *, int64_t first);
     KERNEL(forward_3_2, X, convolve_tile(r, first, X, 3, 2, 0))                                    \
     KERNEL(forward_5_1, X, convolve_tile(r, first, X, 5, 1, 0))                                    \
     KERNEL(forward_5_2, X, convolve_tile(r, first, X, 5, 2, 0))                                    \
+    KERNEL(forward_7_1, X, convolve_tile(r, first, X, 7, 1, 0))                                    \
+    KERNEL(forward_7_2, X, convolve_tile(r, first, X, 7, 2, 0))                                    \
     KERNEL(back_3, X, convolve_tile(r, first, X, 3, 1, 1))                                         \
-    KERNEL(back_5, X, convolve_tile(r, first, X, 5, 1, 1))
+    KERNEL(back_5, X, convolve_tile(r, first, X, 5, 1, 1))                                         \
+    KERNEL(back_7, X, convolve_tile(r, first, X, 7, 1, 1))
 #define SPREAD(X)                                                                                  \
     KERNEL(spread_3_0, X, spread_tile(r, first, X, 3, 0))                                          \
     KERNEL(spread_3_1, X, spread_tile(r, first, X, 3, 1))                                          \
     KERNEL(spread_5_0, X, spread_tile(r, first, X, 5, 0))                                          \
-    KERNEL(spread_5_1, X, spread_tile(r, first, X, 5, 1))
+    KERNEL(spread_5_1, X, spread_tile(r, first, X, 5, 1))                                          \
+    KERNEL(spread_7_0, X, spread_tile(r, first, X, 7, 0))                                          \
+    KERNEL(spread_7_1, X, spread_tile(r, first, X, 7, 1))
 CONVOLVE(1) CONVOLVE(2) CONVOLVE(3) CONVOLVE(4)
 SPREAD(1) SPREAD(2)
 #if REGISTERS == 32
@@ -118,12 +126,17 @@ SPREAD(3) SPREAD(4)
 #define WIDTHS(name) {name##_1, name##_2, name##_3, name##_4}
 #define HALF_WIDTHS(name) {name##_1, name##_2}
 #endif
-static row_kernel *const FORWARD[2][2][PIXELS] = {{WIDTHS(forward_3_1), WIDTHS(forward_3_2)},
-                                                  {WIDTHS(forward_5_1), WIDTHS(forward_5_2)}};
-static row_kernel *const BACK[2][PIXELS] = {WIDTHS(back_3), WIDTHS(back_5)};
-static row_kernel *const SPREAD[2][2][PIXELS / 2] = {
+/* By the size of the filter, and by the stride or whether the padding on the left is odd. */
+static row_kernel *const FORWARD[SIZES][2][PIXELS] = {{WIDTHS(forward_3_1), WIDTHS(forward_3_2)},
+                                                      {WIDTHS(forward_5_1), WIDTHS(forward_5_2)},
+                                                      {WIDTHS(forward_7_1), WIDTHS(forward_7_2)}};
+static row_kernel *const BACK[SIZES][PIXELS] = {WIDTHS(back_3), WIDTHS(back_5), WIDTHS(back_7)};
+static row_kernel *const SPREAD[SIZES][2][PIXELS / 2] = {
     {HALF_WIDTHS(spread_3_0), HALF_WIDTHS(spread_3_1)},
-    {HALF_WIDTHS(spread_5_0), HALF_WIDTHS(spread_5_1)}};
+    {HALF_WIDTHS(spread_5_0), HALF_WIDTHS(spread_5_1)},
+    {HALF_WIDTHS(spread_7_0), HALF_WIDTHS(spread_7_1)}};
+
+static int64_t size_of(const struct conv *c) { return (c->S - 3) / 2; }
 
 /* Compute `count` outputs, or pairs of outputs, in tiles whose widths differ by at most one. */
 static void compute_row(row_kernel *const *kernels, int64_t widest, const struct row *row,
@@ -140,7 +153,7 @@ INLINE void dweight_tile(const float *dy, int64_t dy_row, const float *x, int64_
                          int64_t rows, int64_t step_row, int64_t columns, float *sums, const int R,
                          const int S, const int step) {
     for (int part = 0; part < LANES; part += WIDTH) {
-        vec sum[MOST_TAPS * MOST_TAPS];
+        vec sum[4 * MOST_TAPS];
         UNROLL for (int t = 0; t < R * S; t++) sum[t] = load(sums + t * LANES + part);
         for (int64_t p = 0; p < rows; p++) {
             const float *d = dy + p * dy_row + part, *v = x + p * step_row + part;
@@ -218,7 +231,8 @@ static struct pass pass_of(const struct arguments *job) {
     const struct conv *c = &job->c;
     struct pass pass = {.job = *job};
     pass.x_columns = most(c->W + c->left, (c->Q - 1) * c->stride_w + c->S);
-    const int64_t fit = BAND_BYTES / (pass.x_columns * LANES * (int64_t)sizeof(float));
+    const int64_t bytes = c->S == 7 ? BAND_BYTES_7 : BAND_BYTES;
+    const int64_t fit = bytes / (pass.x_columns * LANES * (int64_t)sizeof(float));
     pass.band = least(most((fit - c->R) / c->stride_h + 1, 1), c->P);
     pass.band = parts_of(c->P, parts_of(c->P, pass.band)); /* bands of about equal size */
     pass.x_rows = (pass.band - 1) * c->stride_h + c->R;
@@ -233,6 +247,17 @@ static struct window window_at(float *memory, int64_t rows, int64_t columns) {
     return (struct window){.rows = memory, .row = columns * LANES};
 }
 
+/* Leave out the rows of 7x7 filters that read rows of zeros, a quarter of them on 7x7 images. Row n
+ * of the filter reads row start + n * step of an image of `height` rows. */
+static void skip_zeros(struct row *row, int64_t start, int64_t step, int64_t height) {
+    const int64_t before = step > 0 ? -start : start - height + 1;
+    const int64_t inside = step > 0 ? height - start : start + 1;
+    const int64_t first = most(before, 0);
+    row->in += first * row->in_row;
+    row->weight += first * row->weight_row;
+    row->rows = least(row->rows, inside) - first;
+}
+
 static void forward_channel(const struct pass *pass, int64_t block, int64_t k,
                             struct window window) {
     const struct arguments *job = &pass->job;
@@ -240,11 +265,9 @@ static void forward_channel(const struct pass *pass, int64_t block, int64_t k,
     const int64_t channel = block * c->K + k, y_row = c->Q * LANES;
     const value *x = job->x.x + channel * c->H * c->W * LANES;
     value *y = job->y + channel * c->P * y_row;
-    row_kernel *const *kernels = FORWARD[c->S == 5][c->stride_w - 1];
+    row_kernel *const *kernels = FORWARD[size_of(c)][c->stride_w - 1];
     struct row row = {.in_row = window.row,
-                      .weight = job->weight + k * c->R * c->S,
                       .weight_row = c->S,
-                      .rows = c->R,
                       .bias = job->bias ? job->bias[k] : 0,
                       .finish = job->finish,
                       .out = y,
@@ -254,7 +277,9 @@ static void forward_channel(const struct pass *pass, int64_t block, int64_t k,
         const int64_t stop = least(p + pass->band, c->P);
         bring_x(pass, &window, k, x, p, stop);
         for (int64_t i = p; i < stop; i++, row.out += y_row) {
-            row.in = row_at(&window, i * c->stride_h);
+            row.in = row_at(&window, i * c->stride_h), row.rows = c->R;
+            row.weight = job->weight + k * c->R * c->S;
+            if (c->S == 7) skip_zeros(&row, i * c->stride_h - c->top, 1, c->H);
             compute_row(kernels, PIXELS, &row, c->Q);
             if (row.finish.addend) row.finish.addend += y_row;
         }
@@ -284,9 +309,13 @@ void depthwise_forward(const struct arguments *job, int64_t blocks) {
 
 /* The backward pass */
 
-/* The sums of a channel: for the weights (R, S, 16), and for the bias (4, 16). lane_sums reads 16
+/* The sums of a channel: for the bias (4, 16), and for the weights (R, S, 16). lane_sums reads 16
  * rows at a time. */
-enum { WEIGHT_SUMS = 2 * LANES * LANES, BIAS_SUMS = 4 * LANES };
+enum { BIAS_SUMS = 4 * LANES, MOST_SUMS = MOST_TAPS * MOST_TAPS + LANES - 1 };
+
+static int64_t sums_of(const struct conv *c) {
+    return BIAS_SUMS + parts_of(c->R * c->S, LANES) * LANES * LANES;
+}
 
 /* Set the size of the copy of dy, with the zeros around dy that dx reads. If dx overwrites dy, rows
  * of dx may not be ahead of rows of dy. */
@@ -348,17 +377,25 @@ static void add_to_weights(const struct conv *c, const struct window *dy, const 
 #define ADD(R, S, step_w, r)                                                                       \
     dweight_tile(d, dy->row, v + (r) * x->row, x->row, rows, step, c->Q, sums + (r) * S * LANES,   \
                  R, S, step_w)
-    if (c->S == 3 && c->stride_w == 1) ADD(3, 3, 1, 0);
-    else if (c->S == 3) ADD(3, 3, 2, 0);
+#define ROWS(R, S, r)                                                                              \
+    {                                                                                              \
+        if (c->stride_w == 1) ADD(R, S, 1, r);                                                     \
+        else ADD(R, S, 2, r);                                                                      \
+    }
+    if (c->S == 3) ROWS(3, 3, 0)
 #if REGISTERS == 32
-    else if (c->stride_w == 1) ADD(5, 5, 1, 0);
-    else ADD(5, 5, 2, 0);
+    else if (c->S == 5) ROWS(5, 5, 0)
+    else {
+        ROWS(4, 7, 0)
+        ROWS(3, 7, 4)
+    }
 #else
+    else if (c->S == 5)
+        for (int64_t r = 0; r < 5; r++) ROWS(1, 5, r)
     else
-        for (int64_t r = 0; r < 5; r++)
-            if (c->stride_w == 1) ADD(1, 5, 1, r);
-            else ADD(1, 5, 2, r);
+        for (int64_t r = 0; r < 7; r++) ROWS(1, 7, r)
 #endif
+#undef ROWS
 #undef ADD
 }
 
@@ -377,22 +414,24 @@ static void compute_dx(const struct pass *pass, const struct window *dy, int64_t
                       .bias = job->bias ? job->bias[k] : 0,
                       .out = out,
                       .columns = c->W};
+    if (c->S == 7) skip_zeros(&row, (h + c->top) / c->stride_h, -1, c->P);
     if (c->stride_w == 1)
-        compute_row(BACK[c->S == 5], PIXELS, &row, c->W);
+        compute_row(BACK[size_of(c)], PIXELS, &row, c->W);
     else
-        compute_row(SPREAD[c->S == 5][c->left % 2], PIXELS / 2, &row, parts_of(c->W, 2));
+        compute_row(SPREAD[size_of(c)][c->left % 2], PIXELS / 2, &row, parts_of(c->W, 2));
 }
 
 static void finish_leaf(const struct conv *c, int64_t k, const float *sums, float *leaf) {
     const int64_t taps = c->R * c->S;
-    float totals[WEIGHT_SUMS / LANES];
-    for (int64_t t = 0; t < taps; t += LANES) lane_sums(sums + t * LANES, totals + t);
+    float totals[MOST_SUMS];
+    for (int64_t t = 0; t < taps; t += LANES)
+        lane_sums(sums + BIAS_SUMS + t * LANES, totals + t);
     memcpy(leaf + k * taps, totals, (size_t)taps * sizeof(float));
     vec total[PARTS];
     for (int p = 0; p < PARTS; p++) {
         vec a[4];
         UNROLL for (int i = 0; i < 4; i++) a[i] =
-            load(sums + WEIGHT_SUMS + i * LANES + p * WIDTH);
+            load(sums + i * LANES + p * WIDTH);
         total[p] = four(a);
     }
     leaf[c->K * taps + k] = lanes_total(total);
@@ -404,7 +443,7 @@ static void backward_channel(const struct pass *pass, int64_t block, int64_t k, 
     const struct conv *c = &job->c;
     const int64_t pixels = c->H * c->W * LANES, at = (block * c->C + k) * pixels;
     value *dx = job->dx ? job->dx + at : NULL;
-    if (leaf) memset(sums, 0, (WEIGHT_SUMS + BIAS_SUMS) * sizeof(float));
+    if (leaf) memset(sums, 0, (size_t)sums_of(c) * sizeof(float));
     for (int64_t p = 0, done = 0; p < c->P; p += pass->band) { /* `done` rows of dx */
         const int64_t stop = least(p + pass->band, c->P);
         const int64_t next = stop < c->P ? most(least(stop * c->stride_h - c->top, c->H), 0) : c->H;
@@ -416,9 +455,10 @@ static void backward_channel(const struct pass *pass, int64_t block, int64_t k, 
                  stop < c->P ? stop + pass->before : pass->dy_height);
         if (leaf) {
             const float *d = row_at(&dy, p + pass->before) + pass->left * LANES;
-            add_to_bias(d, dy.row, stop - p, c->Q, sums + WEIGHT_SUMS);
+            add_to_bias(d, dy.row, stop - p, c->Q, sums);
             bring_x(pass, &x, k, job->x.x + at, p, stop);
-            add_to_weights(c, &dy, d, &x, row_at(&x, p * c->stride_h), stop - p, sums);
+            add_to_weights(c, &dy, d, &x, row_at(&x, p * c->stride_h), stop - p,
+                           sums + BIAS_SUMS);
         }
         if (dx)
             for (; done < next; done++)
@@ -457,7 +497,7 @@ void depthwise_backward(const struct arguments *job, int64_t blocks) {
     }
     each_block(blocks, backward_block, &pass, 0,
                window_floats(pass.x_rows, pass.x_columns) +
-                   window_floats(pass.dy_rows, pass.dy_columns) + WEIGHT_SUMS + BIAS_SUMS);
+                   window_floats(pass.dy_rows, pass.dy_columns) + sums_of(c));
     if (mpidl_missing_bytes) return;
     if (job->dweight) leaves_end(&leaves);
 }

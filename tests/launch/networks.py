@@ -49,7 +49,7 @@ def varied(input_shape, classes):
         dl.AveragePool2D(2, padding=1, count_padding=False),
         dl.HardSwish(name="value"),
         dl.GlobalAveragePool2D(),
-        dl.Conv2D(1, 9),
+        dl.Conv2D(1, 7),
         dl.HardSigmoid(name="gate"),
         dl.Multiply(inputs=("value", "gate")),
         dl.Scale(0.5),

@@ -51,6 +51,19 @@ def test_on_other_ranks(copy, uninterrupted, ranks):
     assert jobs.summary(copy)["ranks"] == ranks
 
 
+@pytest.mark.slow("jobs")
+def test_all_kinds_of_layers_on_other_ranks(pictures, tmp_path):
+    keywords, hashes = {"network": jobs.network("varied")}, {}
+    for stop in (None, 6):
+        out, limits = tmp_path / str(stop), ["--epochs", 2, "--threads", 1]
+        limits += ["--max-iterations", stop] if stop else []
+        jobs.train(1 if stop is None else 2, pictures, out, *limits, **keywords)
+        if stop:
+            jobs.resume(3, out, "--max-iterations", "none", "--threads", 2)
+        hashes[f"stopped after {stop}"] = jobs.weights_hash(out)
+    jobs.assert_same_weights(hashes)
+
+
 @pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.slow("jobs"))])
 def test_a_checkpoint_of_another_arithmetic_is_refused(copy, ranks):
     path = copy / "checkpoint.h5"

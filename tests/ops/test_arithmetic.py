@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from op_references import Case, OpChecks
-from single_rank import numbers
+from op_references import Case, OpChecks, torch_functions
+from single_rank import all_images, blocked, numbers
 
 import mpidl as dl
+from mpidl.core import tape
 
 
 class TestArithmetic(OpChecks):
@@ -55,6 +56,42 @@ class TestArithmetic(OpChecks):
             r"scale: expected factors \(2,\) for x",
         ),
     ]
+
+
+GATES = {
+    "channels": ((37, 24, 14, 14), (37, 24, 1, 1)),
+    "pixels": ((37, 96, 7, 7), (37, 1, 7, 7)),
+    "equal": ((37, 5, 9, 9), (37, 5, 9, 9)),
+    "a factor per channel": ((37, 24, 14, 14), (24,)),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_float32_gates_are_as_accurate_as_those_of_pytorch(world, name):
+    """Errors are relative to PyTorch's float64 results."""
+    torch, _ = torch_functions()
+    shapes = GATES[name]
+    arrays = [numbers(f"gate {i}", *shape, low=-2, high=3) for i, shape in enumerate(shapes)]
+    is_scale, dy = len(shapes[1]) == 1, numbers("gate dy", *shapes[0], low=-2, high=3)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        a, b = (torch.tensor(v, dtype=dtype, requires_grad=True) for v in arrays)
+        y = a * (b[:, None, None] if is_scale else b)
+        y.backward(torch.tensor(dy, dtype=dtype))
+        results.append([v.detach().double().numpy() for v in (y, a.grad, b.grad)])
+    single = [np.float32(v) for v in arrays]
+    a = dl.Var(blocked(world, single[0]))
+    batch = a.value.batch
+    b = dl.Var(single[1] if is_scale else blocked(world, single[1], batch=batch))
+    y = (dl.scale if is_scale else dl.multiply)(a, b)
+    result = all_images(world, y.value)
+    gradients = tape.backward(y, blocked(world, np.float32(dy), batch=batch))
+    db = world.gplus(gradients[b]) if is_scale else all_images(world, gradients[b])
+    ours = result, all_images(world, gradients[a]), db
+    for value, exact, rounded in zip(ours, *results, strict=True):
+        largest = abs(exact).max()
+        error, of_torch = (abs(v - exact).max() / largest for v in (value, rounded))
+        assert error <= min(1e-6, max(3 * of_torch, 2.0**-24)), (error, of_torch)
 
 
 @pytest.mark.parametrize(
