@@ -23,6 +23,7 @@ RUN = "Run and results"
 GROUPS = (
     RUN,
     "Images",
+    "Large images",
     "Augmentation",
     "Study",
     "Object stores",

@@ -12,9 +12,20 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+import numpy as np
+
 from mpidl.errors import UserError
+from mpidl.interchange import timm_names
 from mpidl.nn import Network
-from mpidl.nn.layers import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, PReLU
+from mpidl.nn.layers import (
+    BatchNorm,
+    Conv2D,
+    GroupNorm,
+    InstanceNorm,
+    LayerNorm,
+    PReLU,
+    Scale,
+)
 from mpidl.text import did_you_mean
 
 # A function that maps an array name in a file to the name in a network, or to None to skip it.
@@ -30,6 +41,8 @@ NORMALIZATION = {
 }
 COUNTER = "num_batches_tracked"
 SLOPE = {"weight": "slope"}  # {array name in PyTorch's PReLU: name in mpidl}
+LAYER_SCALE = ("layer_scale", "gamma")  # names of ConvNeXt's scale in torchvision and timm
+LINEAR = r"features_\d+_\d+_block_[35]"  # 1x1 convolutions that are linear layers in torchvision
 AUXILIARY = ("AuxLogits.", "aux_classifier.")  # torchvision's classifiers that only help training
 # Patterns of layer names whose "_" does not all stand for a "." of torchvision, and its names.
 UNDERSCORES = (
@@ -56,7 +69,6 @@ MODULES: dict[str, Table] = {
     "timm": (
         (r"pre_logits\.fc1", "classifier.0"),
         (r"pre_logits\.fc2", "classifier.3"),
-        (r"head\.fc", "classifier.6"),
     ),
     "transformers": (
         (r"resnet\.embedder\.embedder\.convolution", "conv1"),
@@ -101,9 +113,12 @@ def rename(names: Names, net: Network) -> Rename:
         module, _, array = name.rpartition(".")
         for pattern, replacement in MODULES[names]:
             module = re.sub(rf"{pattern}\Z", replacement, module) if module else module
-        layer = module.replace(".", "_")
+        renamed = timm_names.layer_of(module, net) if names == "timm" else None
+        layer = renamed or module.replace(".", "_")
         if array == COUNTER or module.startswith(AUXILIARY):
             return None
+        if array in LAYER_SCALE and f"{layer}_layer_scale.scale" in net.parameters:
+            return f"{layer}_layer_scale.scale"
         if f"{layer}.gamma" in net.parameters:
             array = NORMALIZATION.get(array, array)
         elif f"{layer}.slope" in net.parameters:
@@ -127,6 +142,17 @@ def torchvision_name(name: str, net: Network) -> str:
     elif isinstance(net[layer], PReLU):
         array = "weight"
     return f"{_module_of(layer)}.{array}"
+
+
+def torchvision_array(name: str, net: Network, array: np.ndarray) -> tuple[str, np.ndarray]:
+    """Return torchvision's name and shape of an array of a network."""
+    layer, _, kind = name.rpartition(".")
+    if isinstance(net[layer], Conv2D) and kind == "weight" and re.fullmatch(LINEAR, layer):
+        array = array.reshape(array.shape[:2])
+    if isinstance(net[layer], Scale) and layer.endswith("_layer_scale"):
+        module = _module_of(layer.removesuffix("_layer_scale"))
+        return f"{module}.{LAYER_SCALE[0]}", array.reshape(-1, 1, 1)
+    return torchvision_name(name, net), array
 
 
 def _module_of(layer: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpidl.errors import UserError
 from mpidl.files import check_regular, unreadable, write_whole
-from mpidl.interchange import input_pixels, torch_file, weight_names
+from mpidl.interchange import input_pixels, timm_names, torch_file, weight_names
 from mpidl.interchange.input_pixels import Choice
 from mpidl.interchange.weight_names import LIBRARIES, Names
 from mpidl.nn import Network
@@ -135,6 +135,8 @@ def assign(
             name: np.ascontiguousarray(renamed[name][1], np.float32).reshape(array.shape)
             for name, array in (net.parameters | net.state).items()
         }
+    if names == "timm":
+        timm_names.set_epsilon(net)
     net.parameters = {name: values[name] for name in net.parameters}
     net.state = {name: values[name] for name in net.state}
     net.unwhitened = []
@@ -169,7 +171,9 @@ def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl
     net = net.on(None)
     arrays: dict[str, np.ndarray] = {}
     for name, array in (net.parameters | net.state).items():
-        new_name = name if names == "mpidl" else weight_names.torchvision_name(name, net)
+        new_name = name
+        if names == "torchvision":
+            new_name, array = weight_names.torchvision_array(name, net, array)
         if new_name in arrays:
             raise UserError(f"{printable(path)}: two arrays would have the name {new_name}")
         arrays[new_name] = np.ascontiguousarray(array)
@@ -288,4 +292,10 @@ def _fits(array, shape):
     """Return whether an array of a file can replace a network's array of the given shape."""
     is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
     is_dense = len(shape) == 2 and array.ndim == 4 and array.shape[0] == shape[0]
-    return is_float and (array.shape == shape or (is_dense and array.size == shape[0] * shape[1]))
+    is_same = _without_ones(array.shape) == _without_ones(shape)
+    return is_float and (is_same or (is_dense and array.size == shape[0] * shape[1]))
+
+
+def _without_ones(shape):
+    """Return a shape without ones at its end: a 1x1 convolution may be stored as a linear layer."""
+    return _without_ones(shape[:-1]) if shape and shape[-1] == 1 else shape

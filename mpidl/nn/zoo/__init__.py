@@ -24,8 +24,11 @@ from mpidl.nn.zoo.torchvision.classic import vgg16 as vgg16
 from mpidl.nn.zoo.torchvision.classic import vgg16_bn as vgg16_bn
 from mpidl.nn.zoo.torchvision.classic import vgg19 as vgg19
 from mpidl.nn.zoo.torchvision.classic import vgg19_bn as vgg19_bn
+from mpidl.nn.zoo.torchvision.convnext import convnext_tiny as convnext_tiny
 from mpidl.nn.zoo.torchvision.deeplab import deeplabv3_resnet50 as deeplabv3_resnet50
 from mpidl.nn.zoo.torchvision.densenet import densenet121 as densenet121
+from mpidl.nn.zoo.torchvision.gated import efficientnet_b0 as efficientnet_b0
+from mpidl.nn.zoo.torchvision.gated import mobilenet_v3_large as mobilenet_v3_large
 from mpidl.nn.zoo.torchvision.inception import inception_v3 as inception_v3
 from mpidl.nn.zoo.torchvision.mobile import mobilenet_v2 as mobilenet_v2
 from mpidl.nn.zoo.torchvision.mobile import shufflenet_v2_x1_0 as shufflenet_v2_x1_0

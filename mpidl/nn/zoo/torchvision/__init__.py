@@ -11,9 +11,18 @@ size. Initial weights are Glorot uniform, and biases are zero.
 from collections.abc import Callable
 from typing import Any
 
-from mpidl.nn.zoo.torchvision import classic, deeplab, densenet, inception, mobile, resnet
+from mpidl.nn.zoo.torchvision import (
+    classic,
+    convnext,
+    deeplab,
+    densenet,
+    gated,
+    inception,
+    mobile,
+    resnet,
+)
 
-_FAMILIES = (classic, resnet, mobile, densenet, inception, deeplab)
+_FAMILIES = (classic, resnet, mobile, gated, densenet, inception, convnext, deeplab)
 NETWORKS: dict[str, Callable[..., Any]] = {
     name: create for family in _FAMILIES for name, create in family.NETWORKS.items()
 }
