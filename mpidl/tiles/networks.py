@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import Any
 
 from mpidl.errors import UserError
 from mpidl.nn import Network, editing
+from mpidl.nn.layers import Layer, Resize2D
 from mpidl.nn.summary import times
 
 
 def for_tiles(net: Network, size: tuple[int, int], name: str = "tile") -> Network:
     """Return a network for images of another size that shares the arrays of `net`.
 
-    Raises UserError if a layer forbids other sizes, as `Dense` does; `name` is that of the argument
-    in messages.
+    `Resize2D` layers to a fixed size resize to a size in proportion. Raises UserError if a layer
+    forbids other sizes, as `Dense` does; `name` is that of the argument in messages.
     """
     try:
-        return editing.with_input_shape(net, (net.input_shape[0], *size))
+        layers = [_in_proportion(layer, net.input_shape[1:], size) for layer in net.layers]
+        return editing.with_input_shape(net.with_layers(layers), (net.input_shape[0], *size))
     except ValueError as error:
         raise UserError(
             f"{name}: expected a network that accepts images of any size, such as "
             f"{times(size)}: {error}"
         ) from None
+
+
+def _in_proportion(layer: Layer, old: tuple[int, ...], new: tuple[int, int]) -> Layer:
+    """Return a copy of a layer that resizes to a fixed size, for images of size `new`; any other
+    layer itself. Raises ValueError if the new size is not whole.
+    """
+    if not isinstance(layer, Resize2D) or layer.size is None:
+        return layer
+    fixed = (layer.size, layer.size) if isinstance(layer.size, int) else layer.size
+    if any(n * b % a for n, a, b in zip(fixed, old, new, strict=True)):
+        raise ValueError(f"{layer.name}: its size {times(fixed)} belongs to images of {times(old)}")
+    resized: Any = copy.copy(layer)
+    resized.size = tuple(n * b // a for n, a, b in zip(fixed, old, new, strict=True))
+    return resized
 
 
 def alignment_of(net: Network, name: str = "tile") -> int:
@@ -42,8 +60,8 @@ def alignment_of(net: Network, name: str = "tile") -> int:
     if doubled[-1][1:] != (2 * size[0], 2 * size[1]):
         raise UserError(
             f"{name}: expected a network with one output per pixel of images of any size, found "
-            f"outputs of shape {doubled[-1]} for images of {2 * size[0]}x{2 * size[1]}: a layer "
-            "has a fixed size"
+            f"outputs of shape {doubled[-1]} for images of {2 * size[0]}x{2 * size[1]}: the size "
+            "of a layer is not in proportion"
         )
     factors = [1]
     for layer, shape, large in zip(net.layer_names, net.output_shapes, doubled, strict=True):

@@ -91,6 +91,27 @@ def test_the_alignment_of_networks():
     assert networks.alignment_of(dl.Network(layers, (1, 12, 12))) == 6
 
 
+def test_layers_that_resize_to_a_fixed_size():
+    """As in DeepLabV3: the size of such a layer belongs to the size of the network's images."""
+
+    def network(size):
+        halves = tuple(n // 2 for n in size)
+        layers = [
+            dl.Conv2D(3, 4, stride=2, padding=1, name="half"),
+            dl.Resize2D(size, mode="bilinear", name="large"),
+            dl.Resize2D(halves, mode="nearest", name="small"),
+            dl.Conv2D(3, 2, padding=1, name="scores"),
+            dl.Resize2D(size, mode="bilinear"),
+        ]
+        return dl.Network(layers, (3, *size), seed=1)
+
+    net, images = network((32, 32)), pixels_of(6, 1, 3, 160, 200)
+    assert networks.alignment_of(net) == 2
+    scores = dl.predict(net, images, tile=64, overlap=32)
+    expected = dl.predict(network((160, 200)), images)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-6)
+
+
 def test_weights_are_shared_and_the_network_is_unchanged():
     net = unet()
     net.crop = (32, 32)
@@ -103,7 +124,8 @@ def test_weights_are_shared_and_the_network_is_unchanged():
 def test_refusals():
     images = pixels_of(5, 1, 3, 64, 64)
     dense = dl.Network([dl.Conv2D(3, 2, padding=1), dl.Dense(2)], (3, 32, 32))
-    fixed = dl.Network([dl.MaxPool2D(2), dl.Resize2D(32)], (3, 32, 32))
+    fixed = dl.Network([dl.MaxPool2D(2), dl.AdaptiveAveragePool2D(32)], (3, 32, 32))
+    odd = dl.Network([dl.Resize2D(20), dl.Resize2D(32)], (3, 32, 32))
     elements = dl.Network([dl.LayerNorm("image")], (3, 32, 32))
     ragged = dl.Network(
         [dl.AveragePool2D(3, stride=2), dl.TransposedConv2D(3, 1, stride=2)], (3, 33, 33)
@@ -112,6 +134,7 @@ def test_refusals():
         (dense, {"tile": 64}, "tile: expected a network with outputs (K, 32, 32) for images"),
         (fixed, {"tile": 64}, "tile: expected a network with one output per pixel of images of"),
         (ragged, {"tile": 64}, "tile: expected a network with one output per pixel of images of"),
+        (odd, {"tile": 64}, "tile: expected layers that divide or multiply the size of images"),
         (elements, {"tile": 64}, "tile: expected a network that accepts images of any size"),
         (unet(), {"tile": 66}, "tile must be a multiple of 4"),
         (unet(), {"overlap": 8}, "overlap 8: expected it together with tile"),
