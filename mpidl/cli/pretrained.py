@@ -119,9 +119,14 @@ def _published_path(network, saved, world):
     """Return the path of the published weights; in a resumed run, the path when it started."""
     if saved is not None:
         return saved["path"]
+    if network is None:
+        raise UserError(f"--weights {PUBLISHED}: expected --network NAME with it, found none")
     from mpidl.published import sources
 
-    return on_rank_0(world, lambda: sources.find(str(network)).path)
+    try:
+        return on_rank_0(world, lambda: sources.find(network).path)
+    except UserError as error:
+        raise UserError(f"--weights {PUBLISHED}: {error}") from None
 
 
 def _chosen_normalization(resolved):

@@ -153,3 +153,16 @@ def test_targets_set_the_number_of_outputs():
 
 def test_every_input_of_a_run_is_an_option():
     assert {"weights", *pretrained.RUN} <= set(INPUTS)
+
+
+def test_published_weights_that_are_missing(monkeypatch, tmp_path, world):
+    for name in ("HF_HUB_CACHE", "TORCH_HOME", "MPIDL_WEIGHTS"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for network, text in (
+        (None, "--weights published: expected --network NAME with it, found none"),
+        ("digits", "--weights published: expected a network with published weights ("),
+        ("resnet18", "--weights published: resnet18: expected its published weights on this"),
+    ):
+        resolved = resolve(weights="published", network=network)
+        assert refusal(pretrained.load, resolved, None, arrays(1, 9, 9), world).startswith(text)
