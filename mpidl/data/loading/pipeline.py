@@ -208,14 +208,15 @@ class Pipeline:
 
     def _read_in_parts(self, keys, count):
         """Read and augment `count` images at a time, so that only crops of the others remain."""
-        pixels, labels = [], []
+        pixels: list[np.ndarray] = []
+        labels: list[np.ndarray] = []
         for first in range(0, len(keys.indices), count):
             part = keys._replace(indices=keys.indices[first : first + count])
             images, values = self._read_and_move(part)
             pixels.append(images.copy())  # a view would keep the whole images in memory
-            labels.append(None if values is None else values.copy())
+            labels += [] if values is None else [values.copy()]
             del images, values
-        return np.concatenate(pixels), None if labels[0] is None else np.concatenate(labels)
+        return np.concatenate(pixels), np.concatenate(labels) if labels else None
 
     def image_indices(self, samples: np.ndarray) -> np.ndarray:
         """Return each sample's image index in the datastore."""
