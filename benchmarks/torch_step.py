@@ -211,12 +211,14 @@ def build_module(net: Network, inplace: bool = True):
 
 def named_learnables(module) -> list[tuple]:
     """Return pairs (mpidl's name, parameter) for all parameters of a `build_module` module."""
-    from torch.nn import PReLU
+    from torch.nn import LayerNorm, PReLU
     from torch.nn.modules.batchnorm import _BatchNorm
 
     pairs = []
     for part in module.parts:
-        names = {"weight": "gamma", "bias": "beta"} if isinstance(part, _BatchNorm) else {}
+        names = (
+            {"weight": "gamma", "bias": "beta"} if isinstance(part, (_BatchNorm, LayerNorm)) else {}
+        )
         names = {"weight": "slope"} if isinstance(part, PReLU) else names
         for name, value in part.named_parameters():
             name = name.rpartition(".")[2]
@@ -248,6 +250,15 @@ def _part(net, layer, shape, inplace):
 
         def forward(self, x):
             return x * self.scale.view(-1, *[1] * (len(shape) - 1))
+
+    class LayerNorm(nn.LayerNorm):  # as torchvision's LayerNorm2d
+        def forward(self, x):
+            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def layer_norm():
+        if layer.over == "image" or len(shape) == 1:
+            return nn.LayerNorm(shape, eps=layer.epsilon)
+        return LayerNorm(shape[0], eps=layer.epsilon)
 
     class StochasticDepth(nn.Module):
         def forward(self, x):
@@ -281,6 +292,7 @@ def _part(net, layer, shape, inplace):
         "GlobalAveragePool2D": lambda: nn.AdaptiveAvgPool2d(1),
         "Dropout": lambda: nn.Dropout(layer.probability),
         "StochasticDepth": StochasticDepth,
+        "LayerNorm": layer_norm,
         "HardSigmoid": nn.Hardsigmoid,
         "Multiply": Multiply,
         "Scale": Scale,
