@@ -412,7 +412,7 @@ def test_a_network_that_pytorch_exports(tmp_path, dynamo):
 # The light models of the onnx package: nodes compute their weights, which are constants.
 LIGHT_MODELS = os.path.join(os.path.dirname(onnx.__file__), "backend", "test", "data", "light")
 LIGHT_NAMES = ("bvlc_alexnet", "densenet121", "inception_v1", "inception_v2", "resnet50", "vgg19")
-LIGHT_NAMES += ("zfnet512",)
+LIGHT_NAMES += ("shufflenet", "squeezenet", "zfnet512")
 
 
 def with_drawn_weights(proto):
