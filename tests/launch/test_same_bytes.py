@@ -140,6 +140,7 @@ def narrow_hashes(ranks, folder, names, build_names, threads, iterations=5, **en
     ],
     ids=lambda value: str(value) if isinstance(value, int) else f"{len(value)} networks",
 )
+@pytest.mark.timeout(180)
 def test_weights_in_bf16(names, ranks, tmp_path):
     """All builds with fused multiply-adds give one hash, on any numbers of ranks and threads.
 
