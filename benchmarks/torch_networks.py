@@ -6,7 +6,7 @@ suppression. No network here uses these operators, so with a CPU build it is eno
 
 import numpy as np
 import torch
-from torch import nn
+from torch import library, nn
 
 OPERATORS = ("nms", "qnms")  # that torchvision describes while it is imported
 SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
@@ -21,7 +21,7 @@ def torchvision_models():
     """Import torchvision.models, with any build of PyTorch."""
     for name in OPERATORS:
         if not hasattr(torch.ops.torchvision, name):
-            torch.library.define(f"torchvision::{name}", SIGNATURE)
+            library.define(f"torchvision::{name}", SIGNATURE)
     import torchvision.models.segmentation
 
     return torchvision.models

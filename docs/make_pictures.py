@@ -343,7 +343,16 @@ def promise():
 MAKERS = {
     maker.__name__: maker
     for maker in (
-        *(bar, verify, network, digits, activations, explain, blocks, fold, promise, scaling),
+        bar,
+        verify,
+        network,
+        digits,
+        activations,
+        explain,
+        blocks,
+        fold,
+        promise,
+        scaling,
         report,
     )
 }

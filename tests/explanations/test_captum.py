@@ -15,7 +15,10 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
 if importlib.util.find_spec("torchvision") is None:  # benchmarks/torch_networks.py imports it
-    pytest.skip("torchvision is not installed", allow_module_level=True)
+    pytest.skip(
+        "torchvision, the reference, is not installed: pip install 'mpidl[bench]'",
+        allow_module_level=True,
+    )
 
 LIMIT = 1e-4  # largest difference, relative to the largest entry
 CLASSES, IMAGES, CANDIDATES, STEPS = 10, 2, 8, 2

@@ -43,7 +43,7 @@ def assert_close(result, expected, limit):
 def test_numpy(images, method, monkeypatch):
     """Without C kernels, NumPy gives the same maps, up to rounding."""
     if builds.kernels() is None:
-        pytest.skip("no C kernels")
+        pytest.skip("the C kernels are not compiled: python kernels/build.py")
     expected = explained(images, method)
     monkeypatch.setattr(builds, "kernels", lambda: None)
     assert_close(explained(images, method), expected, 1e-4)

@@ -394,7 +394,7 @@ def test_a_network_that_pytorch_exports(tmp_path, dynamo):
     if dynamo:  # PyTorch's default
         pytest.importorskip("onnxscript", reason="onnxscript is not installed")
     if importlib.util.find_spec("torchvision") is None:
-        pytest.skip("torchvision is not installed")
+        pytest.skip("torchvision, the reference, is not installed: pip install 'mpidl[bench]'")
     from benchmarks import torch_networks
 
     oracle, path = torch_networks.create("resnet18", 10), tmp_path / "a.onnx"

