@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -186,9 +186,8 @@ def method_of(name: str, options: dict[str, Any]) -> Method:
         hint = did_you_mean(name, METHODS)
         raise UserError(f"method must be {', '.join(METHODS)}, got {name}{hint}")
     kind = METHODS[name]
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for option, value in options.items():
-        if value is not None and option not in names:
+        if value is not None and option not in kind.__annotations__:
             users = [user for user, k in METHODS.items() if option in k.__annotations__]
             raise UserError(f"{option}: expected the method {' or '.join(users)}, found {name}")
     return kind(**{option: value for option, value in options.items() if value is not None})
