@@ -2,8 +2,9 @@
 
 Such a file is a pickle: a program for a stack machine that may call any function of Python. Here,
 `_Machine` interprets the few instructions that build dictionaries, lists and numbers. An
-instruction that imports or calls something only notes the name and the arguments. `tensor_of`
-recognizes the calls that rebuild a tensor, and other calls remain notes, which nobody executes.
+instruction that imports something only notes its name. `value_of_call` recognizes the calls that
+rebuild a tensor; nobody executes other calls, which stand for None. A value may refer to another
+one many times, so nothing here prints or walks through a value whose size the file does not limit.
 
 A file has one of two formats. Since PyTorch 1.6, it is a zip archive with the pickle `data.pkl` and
 a member `data/KEY` for each storage, the array of numbers of one or more tensors. Earlier files
@@ -31,6 +32,8 @@ from mpidl.text import printable
 
 MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle of the older format
 MOST_INSTRUCTIONS = 10_000_000
+MOST_AXES = 32
+MOST_COPIES = 16  # bytes of all arrays, divided by those of the file: tensors may share a storage
 DAMAGES = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError)
 DAMAGES += (
     RuntimeError,
@@ -55,19 +58,17 @@ NUMBERS = {  # {class of a storage in PyTorch: type of its numbers}
 TABLES = ("state_dict", "model_state_dict", "model", "net", "params")
 
 
-class Call(NamedTuple):
-    """A note that the file calls the function `name`, such as "torch._utils.f"."""
+class Global(NamedTuple):
+    """The name of a function or class that the file imports, such as "torch._utils.f"."""
 
     name: str
-    arguments: Any
 
 
 class Stored(NamedTuple):
-    """A reference to a storage: the type of its numbers, its key and how many there are."""
+    """A reference to a storage: the type of its numbers and its key."""
 
     kind: str
     key: str
-    count: int
 
 
 class Tensor(NamedTuple):
@@ -83,6 +84,7 @@ class _Machine:
     """The stack machine of one pickle. `run` returns the value that it builds."""
 
     def __init__(self) -> None:
+        self.storages: dict[str, Stored] = {}  # {key: each storage to which the pickle refers}
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []  # the stacks below the marks
         self.memo: dict[int, Any] = {}
@@ -112,18 +114,22 @@ class _Machine:
         elif name in ("GET", "BINGET", "LONG_BINGET"):
             stack.append(self.memo[int(argument)])
         elif name == "GLOBAL":
-            stack.append(argument.replace(" ", "."))
+            stack.append(Global(argument.replace(" ", ".")))
         elif name == "STACK_GLOBAL":
             function, module = stack.pop(), stack.pop()
-            stack.append(f"{module}.{function}")
+            if not (isinstance(module, str) and isinstance(function, str)):
+                raise ValueError("it imports something without a name")
+            stack.append(Global(f"{module}.{function}"))
         elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            count = int(name[-1])
-            self.stack = [*stack[:-count], tuple(stack[-count:])]
+            values = [stack.pop() for _ in range(int(name[-1]))]
+            stack.append(tuple(values[::-1]))
         elif name in ("REDUCE", "NEWOBJ"):
             arguments, function = stack.pop(), stack.pop()
             stack.append(value_of_call(function, arguments))
         elif name == "BINPERSID":
-            stack.append(stored_of(stack.pop()))
+            stored = stored_of(stack.pop())
+            self.storages[stored.key] = stored
+            stack.append(stored)
         elif name == "BUILD":
             stack.pop()  # attributes of the object below, such as the versions of modules
         elif name in ("APPEND", "SETITEM"):
@@ -156,7 +162,8 @@ NUMBERED |= {"SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES"}
 
 def _extend(target, values):
     if isinstance(target, dict):
-        keys = [key if isinstance(key, (str, int, float)) else str(key) for key in values[::2]]
+        # A table of tensors has only names as keys, so all other keys count as one.
+        keys = [key if isinstance(key, str) else None for key in values[::2]]
         target.update(zip(keys, values[1::2], strict=True))
     elif isinstance(target, list):
         target += values
@@ -171,24 +178,30 @@ def _collection(name, values):
 
 
 def value_of_call(function: Any, arguments: Any) -> Any:
-    """Return what a call in a file stands for: a dictionary, a tensor, or a note of the call."""
-    if function == "collections.OrderedDict":
+    """Return what a call in a file stands for: a dictionary, a tensor, or None."""
+    if function == Global("collections.OrderedDict"):
         return {}
-    if function == "torch._utils._rebuild_tensor_v2":
+    if function == Global("torch._utils._rebuild_tensor_v2"):
         storage, offset, shape, strides = arguments[:4]
+        if not len(strides) == len(shape) <= MOST_AXES:
+            raise ValueError("a tensor has an impossible shape")
         return Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
-    if function == "torch._utils._rebuild_parameter":
+    if function == Global("torch._utils._rebuild_parameter"):
         return arguments[0]
-    return Call(str(function), arguments)
+    return None
 
 
 def stored_of(reference: Any) -> Stored:
     """Return the storage to which a persistent reference of a pickle refers."""
-    label, kind, key, _, count = reference[:5]
-    kind = str(kind).rpartition(".")[2]
-    if label != "storage" or kind not in {*NUMBERS, "BFloat16Storage"}:
-        raise ValueError(f"its tensors are stored as {label} {kind}")
-    return Stored(kind, str(key), int(count))
+    label, kind, key, _, _, *view = reference
+    if not (label == "storage" and isinstance(kind, Global) and isinstance(key, str)):
+        raise ValueError("it refers to something that is no storage")
+    name = kind.name.rpartition(".")[2]
+    if name not in {*NUMBERS, "BFloat16Storage"}:
+        raise ValueError(f"its tensors are stored as {name}")
+    if any(part is not None for part in view):
+        raise ValueError("a storage is a part of another one")
+    return Stored(name, key)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -205,7 +218,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             else:  # reading from a map allocates no more than the file has
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                     value, storages = _read_stream(content)
-        return {name: _array(tensor, storages) for name, tensor in _table(value).items()}
+        table = _table(value)
+        if sum(map(_nbytes, table.values())) > MOST_COPIES * os.path.getsize(path):
+            raise ValueError("its tensors are much larger than the file")
+        return {name: _array(tensor, storages) for name, tensor in table.items()}
     except OSError as error:
         raise unreadable(path, error) from None
     except DAMAGES as error:
@@ -222,8 +238,8 @@ def _read_archive(file):
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise ValueError("its members are compressed")
     size = os.fstat(file.fileno()).st_size
-    if any(max(member.file_size, member.compress_size) > size for member in members):
-        raise ValueError("a member is larger than the file")
+    if sum(max(member.file_size, member.compress_size) for member in members) > size:
+        raise ValueError("its members are larger than the file")
     names = [member.filename for member in members]
     pickles = [name for name in names if name.endswith("/data.pkl")]
     if not pickles:
@@ -242,26 +258,13 @@ def _read_stream(file):
         raise ValueError("it does not begin as PyTorch's files do")
     for _ in range(2):  # the version of the format, and facts about the computer
         _Machine().run(file)
-    value, keys = _Machine().run(file), _Machine().run(file)
-    sizes = {tensor.storage.key: tensor.storage for tensor in _tensors(value)}
+    machine = _Machine()
+    value, keys = machine.run(file), _Machine().run(file)
     storages = {}
     for key in keys:
         (count,) = struct.unpack("<q", file.read(8))
-        if key not in sizes:
-            raise ValueError(f"no tensor refers to the storage {key}")
-        storages[key] = file.read(max(0, count) * _type_of(sizes[key]).itemsize)
+        storages[key] = file.read(max(0, count) * _type_of(machine.storages[key]).itemsize)
     return value, storages
-
-
-def _tensors(value):
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _type_of(storage):
@@ -284,6 +287,10 @@ def _table(value):
 
 def _is_table(value):
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+def _nbytes(tensor):
+    return max(4, _type_of(tensor.storage).itemsize) * math.prod(tensor.shape)
 
 
 def _array(tensor, storages):

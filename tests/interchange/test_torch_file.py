@@ -1,5 +1,6 @@
 """Test reading PyTorch's files: both formats, tables in other tables, and no execution of code."""
 
+import io
 import os
 import pickle
 import zipfile
@@ -107,10 +108,87 @@ def test_tensors_outside_their_storages(tmp_path):
         (0, (2,), (-1,)),
         (0, (1 << 40,), (0,)),
         (0, (2, 3), (1,)),
+        (0, (1,) * 33, (1,) * 33),
     ):
         tensor = torch_files.Tensor(storage, offset, shape, strides)
         path = torch_files.save({"w": tensor}, tmp_path / "a.pth")
         assert "not a file with the tensors" in refusal(torch_file.read, path)
+
+
+def archive(path, data):
+    """Write an archive with a pickle, and return the path."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a/data.pkl", data)
+    return path
+
+
+def doubled(first, instruction):
+    """Return instructions that apply `instruction` 60 times to the last value twice."""
+    steps = [b"h%ch%c%bq%c" % (i, i, instruction, i + 1) for i in range(60)]
+    return first + b"q\x00" + b"".join(steps)
+
+
+@pytest.mark.parametrize(
+    "name, data",
+    [
+        ("key", doubled(b")", b"\x86") + b"}h\x3cNs."),
+        ("function", doubled(b")", b"\x86") + b"h\x3c)R."),
+        ("kind", doubled(b")", b"\x86") + b"(U\x07storageh\x3cU\x010NNtQ."),
+        ("label", doubled(b")", b"\x86") + b"(h\x3cctorch\nFloatStorage\nU\x010NNtQ."),
+        ("storage", doubled(b")", b"\x86") + b"(U\x07storagectorch\nFloatStorage\nh\x3cNNtQ."),
+        ("import", doubled(b"U\x01a", b"\x93") + b"."),
+    ],
+)
+def test_values_with_many_references_to_a_value(tmp_path, name, data):
+    """A program that prints or copies such a value, of 2**60 parts, does not end."""
+    path = archive(tmp_path / f"{name}.pth", b"\x80\x04" + data)
+    assert "not a file with the tensors" in refusal(torch_file.read, path)
+
+
+def test_an_older_file_with_many_references_to_a_value(tmp_path):
+    parts = [pickle.dumps(part, 2) for part in (torch_files.MAGIC, torch_files.PROTOCOL, {})]
+    parts += [b"\x80\x02" + doubled(b")", b"\x86") + b".", pickle.dumps([], 2)]
+    (tmp_path / "a.pth").write_bytes(b"".join(parts))
+    assert "no dictionary of tensors" in refusal(torch_file.read, tmp_path / "a.pth")
+
+
+def test_many_values_take_linear_time(tmp_path):
+    data = b"\x80\x02(" + b"N" * 200_000 + b"N\x85" * 200_000 + b"t."
+    assert "no dictionary" in refusal(torch_file.read, archive(tmp_path / "a.pth", data))
+    short = archive(tmp_path / "b.pth", b"\x80\x02}U\x01w(N\x86s.")  # a pair of one value
+    assert "pop from empty list" in refusal(torch_file.read, short)
+
+
+@pytest.mark.parametrize("count, is_read", [(12, True), (40, False)])
+def test_tensors_that_share_a_storage(tmp_path, count, is_read):
+    """Tied weights are tensors of the same numbers, but the arrays must not fill the memory."""
+    numbers = np.arange(10_000, dtype=np.float32)
+    tied = torch_files.Tensor(torch_files.Storage("0", numbers), 0, numbers.shape, (1,))
+    path = torch_files.save({f"w{i}": tied for i in range(count)}, tmp_path / "a.pth")
+    if is_read:
+        assert all(np.array_equal(array, numbers) for array in torch_file.read(path).values())
+    else:
+        assert refusal(torch_file.read, path).endswith("are much larger than the file")
+
+
+def test_members_that_overlap(tmp_path):
+    inner = io.BytesIO()
+    with zipfile.ZipFile(inner, "w") as file:
+        file.writestr("a/data/1", bytes(10_000))
+    archive(tmp_path / "a.pth", b"\x80\x02}.")
+    with zipfile.ZipFile(tmp_path / "a.pth", "a") as file:
+        file.writestr("a/data/0", inner.getvalue())
+        outer, nested = file.getinfo("a/data/0"), zipfile.ZipFile(inner).getinfo("a/data/1")
+        nested.header_offset = outer.header_offset + len(outer.FileHeader())
+        file.filelist.append(nested)
+    assert refusal(torch_file.read, tmp_path / "a.pth").endswith("are larger than the file")
+
+
+def test_a_storage_that_is_a_part_of_another_one(tmp_path):
+    """Files of the first PyTorch have such storages; their numbers are elsewhere."""
+    data = b"\x80\x02(U\x07storagectorch\nFloatStorage\nU\x010NNU\x010K\x01K\x02\x87tQ."
+    text = refusal(torch_file.read, archive(tmp_path / "a.pth", data))
+    assert text.endswith("a storage is a part of another one")
 
 
 @pytest.mark.parametrize("is_new", [True, False])
