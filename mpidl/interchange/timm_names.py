@@ -21,12 +21,12 @@ INVERTED = ("conv_pw", "conv_dw", "se.conv_reduce", "se.conv_expand", "conv_pwl"
 # (pattern of a module name of ConvNeXt, torchvision's name); {0} is twice the number of the stage.
 CONVNEXT = (
     (r"stem\.(\d)", r"features.0.\1"),
-    (r"stages\.(\d+)\.downsample\.(\d)", r"features.{0}.\2"),
-    (r"stages\.(\d+)\.blocks\.(\d+)", r"features.{1}.\2"),
-    (r"stages\.(\d+)\.blocks\.(\d+)\.conv_dw", r"features.{1}.\2.block.0"),
-    (r"stages\.(\d+)\.blocks\.(\d+)\.norm", r"features.{1}.\2.block.2"),
-    (r"stages\.(\d+)\.blocks\.(\d+)\.mlp\.fc1", r"features.{1}.\2.block.3"),
-    (r"stages\.(\d+)\.blocks\.(\d+)\.mlp\.fc2", r"features.{1}.\2.block.5"),
+    (r"stages\.(\d{1,4})\.downsample\.(\d)", r"features.{0}.\2"),
+    (r"stages\.(\d{1,4})\.blocks\.(\d{1,4})", r"features.{1}.\2"),
+    (r"stages\.(\d{1,4})\.blocks\.(\d{1,4})\.conv_dw", r"features.{1}.\2.block.0"),
+    (r"stages\.(\d{1,4})\.blocks\.(\d{1,4})\.norm", r"features.{1}.\2.block.2"),
+    (r"stages\.(\d{1,4})\.blocks\.(\d{1,4})\.mlp\.fc1", r"features.{1}.\2.block.3"),
+    (r"stages\.(\d{1,4})\.blocks\.(\d{1,4})\.mlp\.fc2", r"features.{1}.\2.block.5"),
     (r"head\.norm", "classifier.0"),
 )
 
@@ -50,7 +50,7 @@ def layer_of(module: str, net: Network) -> str | None:
     outer["conv_head"] = "classifier_0" if has_late_head else f"{last}_0"
     if module in outer:
         return outer[module]
-    match = re.fullmatch(r"blocks\.(\d+)\.(\d+)\.(.+)", module)
+    match = re.fullmatch(r"blocks\.(\d{1,4})\.(\d{1,4})\.(.+)", module)
     if match is None:
         return None
     stages = _stages(net, blocks)
@@ -88,7 +88,7 @@ def _part(net: Network, block: str, part: str) -> str | None:
     layers = [net[name] for name in _blocks(net)[block]]
     convolutions = [layer.name for layer in layers if isinstance(layer, Conv2D)]
     norms = [layer.name for layer in layers if isinstance(layer, BatchNorm)]
-    number = re.fullmatch(r"bn(\d)", part)
+    number = re.fullmatch(r"bn([1-9])", part)
     if number is not None:
         index, names = int(number[1]) - 1, norms
     else:

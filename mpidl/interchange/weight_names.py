@@ -62,7 +62,7 @@ def _stage(suffix: Callable[[re.Match[str]], str]) -> Callable[[re.Match[str]], 
     return lambda match: f"layer{int(match[1]) + 1}.{match[2]}.{suffix(match)}"
 
 
-_STAGE = r"resnet\.encoder\.stages\.(\d+)\.layers\.(\d+)\."
+_STAGE = r"resnet\.encoder\.stages\.(\d{1,4})\.layers\.(\d{1,4})\."
 # {library: [(pattern of a module name, torchvision's name)]}. Other modules keep their names.
 MODULES: dict[str, Table] = {
     "torchvision": (),
@@ -74,11 +74,11 @@ MODULES: dict[str, Table] = {
         (r"resnet\.embedder\.embedder\.convolution", "conv1"),
         (r"resnet\.embedder\.embedder\.normalization", "bn1"),
         (
-            _STAGE + r"layer\.(\d+)\.convolution",
+            _STAGE + r"layer\.(\d{1,4})\.convolution",
             _stage(lambda match: f"conv{int(match[3]) + 1}"),
         ),
         (
-            _STAGE + r"layer\.(\d+)\.normalization",
+            _STAGE + r"layer\.(\d{1,4})\.normalization",
             _stage(lambda match: f"bn{int(match[3]) + 1}"),
         ),
         (_STAGE + r"shortcut\.convolution", _stage(lambda match: "downsample.0")),

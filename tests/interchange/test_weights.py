@@ -129,6 +129,24 @@ def test_names_of_timm(tmp_path):
     assert weights_sha256(restored) == weights_sha256(net)
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        "stages.{}.blocks.0.norm",
+        "blocks.{}.0.conv",
+        "blocks.0.{}.bn1",
+        "resnet.encoder.stages.{}.layers.0.shortcut.convolution",
+        "resnet.encoder.stages.0.layers.0.layer.{}.convolution",
+    ],
+)
+def test_names_with_numbers_of_any_length(tmp_path, module):
+    net = zoo.NETWORKS["mobilenet_v2"]((3, 32, 32), 5)
+    name = module.format("7" * 5000) + ".weight"  # int() refuses so many digits
+    path = written(tmp_path / "a.safetensors", {name: np.zeros(3, np.float32)})
+    for names in ("timm", "transformers"):
+        assert "the file lacks" in refusal(dl.load_weights, net, path, names=names)
+
+
 @pytest.mark.parametrize("kind", [np.float16, np.float64, ml_dtypes.bfloat16])
 def test_other_float_types_are_converted(tmp_path, kind):
     arrays = {name: a.astype(kind) for name, a in (network().parameters | network().state).items()}
