@@ -12,6 +12,8 @@ KINDS = ("uniform", "log_uniform", "integers", "choices")
 STEP = "step"
 DIGITS = 6  # significant digits of random numbers; later digits depend on the C library
 STEP_DIGITS = 15  # of multiples of a step, such as 0.3 instead of 0.30000000000000004
+LARGEST = 1e100  # of bounds, whose difference must be a float
+MOST_STEPS = 2**53  # a float counts no further
 
 
 class Range(NamedTuple):
@@ -105,7 +107,7 @@ def _checked_step(choices, step, spelled):
         noun = "whole number" if choices.kind == "integers" else "number"
         raise UserError(f"{spelled}: {STEP} must be a positive {noun}, found {step}")
     count = (choices.high - choices.low) / step
-    if abs(count - round(count)) > 1e-9 * max(count, 1):
+    if count > MOST_STEPS or abs(count - round(count)) > 1e-9 * max(count, 1):
         raise UserError(
             f"{spelled}: {STEP} must divide the range from {choices.low} to {choices.high}, found "
             f"{step}"
@@ -115,4 +117,5 @@ def _checked_step(choices, step, spelled):
 
 def _is_number(value, kind):
     number = numbers.Integral if kind == "integers" else numbers.Real
-    return isinstance(value, number) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, number) and not isinstance(value, bool)
+    return is_number and -LARGEST <= value <= LARGEST

@@ -178,6 +178,17 @@ SEARCH = "[search]\ncount = 2\nmetric = 'validation_loss'\n"
             "step must be a positive whole",
         ),
         (SEARCH + "l2 = { uniform = [0, 1], step = 0 }", "step must be a positive number, found 0"),
+        (
+            SEARCH + "l2 = { uniform = [0, 1], step = 1e-300 }",
+            "step must divide the range from 0 to",
+        ),
+        (
+            SEARCH + f"l2 = {{ uniform = [0, 1{'0' * 400}] }}",
+            "uniform must be two numbers, the low",
+        ),
+        (SEARCH + "l2 = { uniform = [-1e308, 1e308] }", "uniform must be two numbers, the lowest"),
+        (f"[random]\ncount = 2\nseed = {{ integers = [0, 1{'0' * 400}] }}", "two whole numbers"),
+        (SEARCH + "l2 = { uniform = [0, nan] }", "uniform must be two numbers, the lowest and"),
         ("folds = 2\n" + SEARCH + "l2 = [0, 1]", "folds and [search]: expected at most one of"),
         (SEARCH + "upload = ['s3://me:pw@b/x']", "upload s3://b/x: expected a URL without user"),
         ("[grid", "not a TOML file"),
