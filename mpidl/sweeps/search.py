@@ -28,7 +28,7 @@ from mpidl.sweeps import trial_folder
 from mpidl.sweeps.ranges import Range
 from mpidl.sweeps.sweep_file import Sweep, check_option
 from mpidl.sweeps.trial_folder import COMPLETE, FAILED, FINAL_STATES, PRUNED
-from mpidl.text import pip_install
+from mpidl.text import pip_install, printable
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -165,9 +165,16 @@ class Proposer:
     def _trial(self, number, state, **facts):
         """Return a trial in the form of Optuna, with its options and other facts."""
         options = self.options(number)
-        params = {name: _param(r, options[name]) for name, r in self.search.ranges.items()}
+        facts["distributions"] = self._distributions()
         create = optuna(self.sweep.path).trial.create_trial
-        return create(state=state, params=params, distributions=self._distributions(), **facts)
+        try:
+            params = {name: _param(r, options[name]) for name, r in self.search.ranges.items()}
+            return create(state=state, params=params, **facts)
+        except (TypeError, ValueError):
+            raise UserError(
+                f"{printable(self.folders[number - 1].path)}: expected options in the ranges of "
+                f"{self.sweep.path}, found {self._varied[number]}"
+            ) from None
 
     def _result(self, number):
         """Return an ended trial in the form of Optuna."""

@@ -243,6 +243,16 @@ def test_a_failed_trial_that_is_trained_again(read, tmp_path):
     assert again[:12] == options[:12] and again[12] != options[12]
 
 
+@pytest.mark.parametrize("changed", [{"solver": "lion"}, {"batch_size": "x"}, {"batch_size": 33}])
+def test_a_trial_with_options_outside_the_ranges(read, tmp_path, changed):
+    sweep = read()
+    proposer = Proposer(sweep, str(tmp_path))
+    finish(proposer, 1, proposer.options(1))
+    proposer.folders[0]._replace(options=proposer.options(1) | changed).write(COMPLETE)
+    error = refusal(Proposer(sweep, str(tmp_path)).options, 2)
+    assert "trial-001: expected options in the ranges of " in error and "sweep.toml" in error
+
+
 def test_a_judge_continues_with_more_validations(read, tmp_path):
     """A resumed trial has the end that it would have had without the stop."""
     sweep = read(parallel=6, pruner="asha")
