@@ -150,8 +150,8 @@ def print_table(rows: Sequence[Row], varied: Sequence[str], score: str | None = 
 
 
 def describe_score(row: Row, score: str) -> str:
-    """Return a text such as "validation accuracy 0.9812"."""
-    return f"{score.replace('_', ' ')} {cell(score, row[score])}"
+    """Return a text such as "validation accuracy 0.9812". A trial pruned by NaN has no score."""
+    return f"{score.replace('_', ' ')} {cell(score, row[score]) or 'not finite'}"
 
 
 def _lines(rows, columns):

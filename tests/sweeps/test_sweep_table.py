@@ -64,6 +64,13 @@ def test_the_metric_of_a_search_ranks_and_is_shown(capsys):
     assert "0.3" in text and "0.9" not in text and "pruned" in text
 
 
+def test_the_text_of_a_score():
+    row = {"validation_loss": 0.25, "validation_accuracy": None}  # a trial that NaN has pruned
+    assert sweep_table.describe_score(row, "validation_loss") == "validation loss 0.25"
+    text = sweep_table.describe_score(row, "validation_accuracy")
+    assert text == "validation accuracy not finite"
+
+
 def test_csv(tmp_path):
     rows = [row(1, accuracy=0.1 + 0.2, loss=1e-9), row(2, "failed", error='of "a, b"')]
     sweep_table.write_csv(str(tmp_path), rows, ["learning_rate"])
