@@ -33,8 +33,8 @@ static void lay_out_dy(struct pass *pass, enum form form, enum form over_channel
     int64_t after = (c->H - 1 + c->top) / c->stride_h - (c->P - 1);
     int64_t right = (c->W - 1 + c->left) / c->stride_w - (c->Q - 1);
     if (!pass->dx) reach_h = reach_w = after = right = 0;
-    pass->before = reach_h > 0 ? parts_of(reach_h, c->stride_h) : 0;
-    pass->left = reach_w > 0 ? parts_of(reach_w, c->stride_w) : 0;
+    pass->before = most(reach_h, 0) / c->stride_h;
+    pass->left = most(reach_w, 0) / c->stride_w;
     const struct winograd *w = &pass->winograd;
     const int tiles = pass->dx && w->m_h;
     if (tiles) { /* what tiles read before the first pixel of dy */
@@ -227,7 +227,8 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
         if (leaf) /* the gradient of the bias follows the gradient of the weights */
             leaf[c->K * pass->taps + k] = sum_of_copy(pass, &out, k);
     }
-    const float *x = pass->leaves ? bring_x(team, pass, block) : NULL;
+    const struct rows all = {c->top, 0, c->H};
+    const float *x = pass->leaves ? bring_x(team, pass, block, all, out.keep_border) : NULL;
     meet(team);
     tick();
     if (leaf) dweight_block(team, pass, x, out.data, leaf);

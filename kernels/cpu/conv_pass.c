@@ -34,16 +34,18 @@ int32_t offset_of(const struct pass *pass, int64_t channel, int64_t r, int64_t s
                      (column % c->stride_w * wide + column / c->stride_w) * LANES);
 }
 
-const float *bring_x(const struct team *team, const struct pass *pass, int64_t block) {
+const float *bring_x(const struct team *team, const struct pass *pass, int64_t block,
+                     struct rows rows, int keep_border) {
     const struct conv *c = &pass->c;
     const value *x = pass->x.x + block * c->C * c->H * c->W * LANES;
     if (pass->in_place) return (const float *)x;
     struct padded in = pass->in;
     const int64_t group = c->C / c->groups;
-    const struct picture picture = {group, c->H * c->W * LANES, c->H, c->W, c->top, c->left};
-    in.data = team->shared, in.keep_border = block != team->first;
+    const struct picture picture = {group,      c->H * c->W * LANES, rows.count,
+                                    c->W,       rows.top,            c->left};
+    in.data = team->shared, in.keep_border = keep_border;
     EACH_TILE(team, ci, c->groups * item_channels(in.form, group)) {
-        fill_source(&in, ci, &pass->x, x, picture);
+        fill_source(&in, ci, &pass->x, x + rows.first * c->W * LANES, picture);
         if (ci % 8 == 0) tick();
     }
     return in.data;
@@ -55,7 +57,7 @@ void convolve(const struct team *team, const struct pass *pass, const struct pad
     const struct winograd *w = &pass->winograd;
     const int64_t outputs = (pass->backward ? c->C : c->K) / c->groups;
     const int64_t inputs = (pass->backward ? c->K : c->C) / c->groups;
-    const int64_t row = w->columns * LANES, channel = w->rows * row;
+    const int64_t row = w->columns * LANES, channel = (pass->backward ? c->H : c->P) * row;
     for (int64_t g = 0; g < c->groups; g++) {
         const float *group =
             in + floats_of(from->form,

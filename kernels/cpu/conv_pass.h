@@ -41,6 +41,7 @@ struct pass {
     enum form over_channels; /* form of dy that dx reads */
     struct padded dy_for_dx; /* layout of the copy in this form, if dy has another form */
     int in_place;         /* whether x is read without a copy */
+    int64_t strip;        /* forward: rows of y that are computed from one copy of rows of x */
     value *dy_out;        /* the gradient of y, without a border; NULL: in the team's scratch */
     int64_t before, left; /* rows and columns of the border before dy */
     int64_t taps;         /* number of taps in the forward and dweight passes */
@@ -65,11 +66,18 @@ void lay_out_x(struct pass *pass, const struct winograd *w, enum form form);
 /* Return the offset of a tap (channel of items, r, s) in padded x for output pixel (0, 0). */
 int32_t offset_of(const struct pass *pass, int64_t channel, int64_t r, int64_t s);
 
-/* Return a block's x as the kernels read it: a padded copy in scratch, or x in place. */
-const float *bring_x(const struct team *team, const struct pass *pass, int64_t block);
+/* The rows of a padded copy: `top` rows of the border, then `count` rows of x from row `first`. */
+struct rows {
+    int64_t top, first, count;
+};
 
-/* Compute the block's y from padded x, or the block's dx from padded dy. The addend of `finish`
- * starts at this block. */
+/* Return a block's x as the kernels read it: a padded copy of the rows in scratch, or all of x in
+ * place. If `keep_border`, the border is already zero (see struct padded). */
+const float *bring_x(const struct team *team, const struct pass *pass, int64_t block,
+                     struct rows rows, int keep_border);
+
+/* Compute the block's y from padded x, or the block's dx from padded dy: as many rows as the phases
+ * and the Winograd convolution of the pass have. The addend of `finish` starts at the first row. */
 void convolve(const struct team *team, const struct pass *pass, const struct padded *from,
               const float *in, struct finish finish, value *out);
 

@@ -72,7 +72,7 @@ def _padded_gradient(pixels, outputs, taps, before, stride, dilation):
     """
     reach = max(dilation * (taps - 1) - before, 0)
     beyond = (pixels - 1 + before) // stride - (outputs - 1)
-    return -(-reach // stride) + outputs + max(beyond, 0)
+    return reach // stride + outputs + max(beyond, 0)
 
 
 def winograd_side(taps, step, before=0):

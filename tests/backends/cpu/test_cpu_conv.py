@@ -4,11 +4,15 @@ import numpy as np
 import pytest
 from cases import BY_WINOGRAD, DEPTHWISE, WINOGRAD
 from conformance import arguments, call, flat, results, share
-from cpu_builds import bytes_of, needs_kernels, on_all_builds
+from cpu_builds import BUILDS, VECTOR_BUILDS, bytes_of, needs_kernels, on_all_builds
 from test_conformance import BY_NAME, assert_near
 
 from mpidl.backends import CPU as cpu
 from mpidl.backends import settings
+from mpidl.backends.cpu.call import as_type
+from mpidl.backends.shapes import Geometry
+from mpidl.core.blocks import LANES, DeferredInput
+from mpidl.core.values import BF16
 
 pytestmark = needs_kernels
 
@@ -83,3 +87,50 @@ def test_without_dx_the_gradient_of_y_may_overwrite_its_cotangent(label, monkeyp
         return outputs[0]
 
     on_all_builds(gradients)
+
+
+STRIP = 32 << 20  # bytes of a padded copy above which a convolution copies strips of rows
+TALL = {  # channels, outputs, side of the filter, Geometry, --winograd, type of the input
+    "tiles of 4x4": (16, 16, 3, Geometry((1, 1), ((1, 1), (1, 1))), "fast", "f4"),
+    "direct by 2": (16, 5, 3, Geometry((2, 2), ((0, 1), (0, 1))), "off", "f4"),
+}
+MORE_TALL = {
+    "tiles of 2x2": (16, 16, 5, Geometry((1, 1), ((2, 2), (2, 2)), groups=2), "auto", "f4"),
+    "tiles by 2": (32, 16, 3, Geometry((2, 2), ((1, 1), (1, 1))), "auto", "f4"),
+    "dilated": (16, 6, 3, Geometry((1, 1), ((3, 1), (1, 3)), (3, 2)), "off", "f4"),
+    "bfloat16": (33, 8, 3, Geometry((1, 1), ((1, 1), (1, 1))), "off", BF16),
+}
+
+
+@pytest.mark.parametrize(
+    "label", [*TALL, *(pytest.param(label, marks=pytest.mark.slow("ranks")) for label in MORE_TALL)]
+)
+def test_strips_of_a_tall_image_have_the_bytes_of_separate_images(label, monkeypatch):
+    """The oracle is the convolution of parts of the image that are small enough for one copy."""
+    channels, outputs, side, geometry, policy, dtype = (TALL | MORE_TALL)[label]
+    step, width, margin = geometry.stride[0], 12, 32
+    height = STRIP // (channels * (width + 2) * LANES * 4) + 517
+    generator = np.random.default_rng(1)
+    x = generator.standard_normal((1, channels, height, width, LANES), np.float32)
+    inputs = channels // geometry.groups
+    weight = generator.standard_normal((outputs, inputs, side, side), np.float32)
+    mean, scale, beta = generator.standard_normal((3, channels), np.float32)
+    bias = np.arange(outputs, dtype=np.float32)
+    monkeypatch.setattr(settings, "winograd", policy)
+
+    def convolved(rows):
+        source = as_type(np.ascontiguousarray(x[:, :, rows]), np.dtype(dtype))
+        source = DeferredInput(source, mean, scale, beta)
+        return cpu.conv2d(source, weight, bias, geometry)
+
+    def compare():
+        tall = convolved(slice(0, height))
+        assert tall.any()
+        for first in range(0, tall.shape[2], 640):
+            before = min(margin, first)  # rows of the part whose results depend on its border
+            start, stop = (first - before) * step, (first + 640 + margin) * step
+            part = convolved(slice(start, min(stop, height)))[:, :, before : before + 640]
+            assert np.array_equal(part, tall[:, :, first : first + 640])
+        return tall
+
+    on_all_builds(compare, VECTOR_BUILDS[-1:] if label in TALL else BUILDS)
