@@ -20,6 +20,7 @@ from mpidl.data.array_datastore import Arrays
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import BadImages
 from mpidl.errors import UserError
+from mpidl.evaluation import planned
 from mpidl.evaluation.class_metrics import predicted_classes
 from mpidl.evaluation.evaluate import BATCH, evaluated_images, evaluating_world, in_order
 from mpidl.evaluation.mirrored import Flips, mirrored
@@ -335,6 +336,7 @@ def by_batch(
     bad_images: BadImages | None = None,
     test_flips: Flips = "none",
     exact: bool = False,
+    sparing: bool = False,
 ) -> Generator[tuple, None, None]:
     """Yield the results for each mini-batch on rank 0, in the order of the datastore.
 
@@ -343,25 +345,40 @@ def by_batch(
     rank. Rank 0 gets the indices of the images with their entries, and other ranks get (None,
     None). `bad_images` receives the images that cannot be read, which are skipped; by default, such
     an image raises an error. With `exact`, the arithmetic is that of training, so that the function
-    can compute gradients.
+    can compute gradients. With `sparing`, which is for large images, less memory is needed: that of
+    the network is planned, and threads read only one mini-batch in advance.
     """
-    batches = in_order(net, datastore, world, batch_size, bad_images=bad_images)
-    net = mirrored((net if exact else fold_batchnorm(net)).on(world.device), test_flips)
+    queue: dict[str, Any] = {"prefetch": 1} if sparing else {}
+    batches = in_order(net, datastore, world, batch_size, bad_images=bad_images, **queue)
+    folded = (net if exact else fold_batchnorm(net)).on(world.device)
+    memory = planned.memory_for(folded) if sparing else None
+    net = mirrored(folded, test_flips)
     arithmetic = contextlib.nullcontext if exact else fast_convolutions
     for images, targets in batches:
         with arithmetic():
-            entries = images.batch.indices, function(net, images)
+            result = function(net, images) if memory is None else memory.call(function, net, images)
+        indices = images.batch.indices
         del images, targets  # frees memory for the next mini-batch
-        shares = world.gather(entries)
-        if shares is None:
-            yield None, None
-            continue
-        indices, results = zip(*shares, strict=True)
-        if isinstance(results[0], tuple):
-            joined = tuple(np.concatenate(parts) for parts in zip(*results, strict=True))
-        else:
-            joined = np.concatenate(results)
-        yield np.concatenate(indices), joined
+        shares = world.gather((indices, result))
+        item = (None, None) if shares is None else _joined(shares)
+        del result, shares
+        yield item
+        del item  # the next mini-batch needs this memory, too
+
+
+def _joined(shares):
+    """Return the indices and results of all ranks, each joined along the images."""
+    indices, results = zip(*shares, strict=True)
+    if isinstance(results[0], tuple):
+        joined = tuple(map(_concatenated, zip(*results, strict=True)))
+    else:
+        joined = _concatenated(results)
+    return np.concatenate(indices), joined
+
+
+def _concatenated(parts):
+    """Return the concatenation of arrays; the only array itself is not copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def images_for(
@@ -416,7 +433,7 @@ def _collect_tiled(
     collected = tiled.scores_of_store(
         net,
         datastore,
-        lambda part, tiles: by_batch(part, tiles, function, **options),
+        lambda part, tiles: by_batch(part, tiles, function, sparing=True, **options),
         tile=tile,
         overlap=overlap,
         finish=finish,

@@ -61,7 +61,7 @@ def write_predictions(parsed: argparse.Namespace, world: World, net: Network) ->
         tiled.check(picture, preprocess)
     outputs: Any = None  # on rank 0
     create = ScoreFile if has_scores else MaskFiles
-    options = {"world": world, "test_flips": parsed.test_flips}
+    options = {"world": world, "test_flips": parsed.test_flips, "sparing": True}
     options["batch_size"] = tiles_per_batch(parsed.batch_size, world)
     function = predict.outputs if has_scores else predict.class_scores
 

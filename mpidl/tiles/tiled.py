@@ -128,6 +128,7 @@ class TiledNetwork:
                     band = blend.add(values)
                     if band is not None:
                         bands.append(Band(numbers[picture], *band))
+                values = scores = None  # frees memory for the next mini-batch
                 yield bands
 
 

@@ -323,8 +323,8 @@ class Recorder:
         """Let `finish` call function() once the addresses of all arrays are known."""
         self._at_end.append(function)
 
-    def finish(self):
-        """Plan the memory of the step, and return the Program."""
+    def plan(self):
+        """Plan the memory of the step. Return the places of its large arrays, for `follow`."""
         self._arena.end()
         planned = self._arena.planned
         lives = [(buffer.stop - buffer.start, buffer.first, buffer.last) for buffer in planned]
@@ -332,15 +332,19 @@ class Recorder:
         slab = self.memory.reserve(nbytes)
         for buffer, offset in zip(planned, offsets, strict=True):
             buffer.address = slab + offset
+        self._arena.forget()
+        return [(size, offset) for (size, *_), offset in zip(lives, offsets, strict=True)]
+
+    def finish(self):
+        """Plan the memory of the step, and return the Program."""
+        places = self.plan()
         for function in self._at_end:
             function()
-        places = [(size, offset) for (size, *_), offset in zip(lives, offsets, strict=True)]
         outputs = [
             total.compute if total is not None else functools.partial(np.asarray, place.view())
             for total, place in self._outputs
         ]
         parts = [[_finished(step) for step in part] for part in self._parts]
-        self._arena.forget()
         self._at_end.clear()  # which may hold this object
         return Program(parts, self.inputs, outputs, places, self.owners)
 
