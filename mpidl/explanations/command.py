@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -148,7 +149,7 @@ def _flags_in_errors():
     try:
         yield
     except UserError as error:
-        if not str(error).startswith((*ARGUMENTS, "target")):
+        if not re.match(rf"({'|'.join(ARGUMENTS)}|target)[: ]", str(error)):
             raise
         raise UserError(f"--{error}") from error
 

@@ -218,7 +218,7 @@ def explain(
         explainer,
         entries=explainer.entries,
         world=world,
-        batch_size=batch_size or BATCH * world.size,
+        batch_size=BATCH * world.size if batch_size is None else batch_size,
         everywhere=everywhere,
         exact=True,
     )

@@ -31,6 +31,7 @@ from mpidl.text import did_you_mean
 
 MethodName: TypeAlias = Literal["grad-cam", "occlusion", "gradient", "integrated-gradients"]
 Baseline: TypeAlias = float | Sequence[float] | np.ndarray
+MOST_STEPS = 1000  # the quadrature solves an eigenproblem of a matrix steps x steps
 
 
 class Method(abc.ABC):
@@ -158,8 +159,11 @@ class IntegratedGradients(Method):
     baseline: Baseline = 0.0
 
     def prepared(self, net: Network) -> Network:
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
-            raise UserError(f"steps must be a whole number of at least 1, got {self.steps!r}")
+        is_whole = isinstance(self.steps, int | np.integer) and not isinstance(self.steps, bool)
+        if not is_whole or not 1 <= self.steps <= MOST_STEPS:
+            raise UserError(
+                f"steps: expected a whole number from 1 to {MOST_STEPS}, got {self.steps!r}"
+            )
         pixels_of(self.baseline, net)
         return net
 
@@ -200,16 +204,20 @@ def image_gradient(net: Network, images: Blocked, classes: np.ndarray) -> np.nda
 
 
 def pixels_of(baseline: Baseline, net: Network) -> np.ndarray:
-    """Return the baseline as an image (C, H, W); raise UserError if it has another shape."""
-    values = np.asarray(baseline, np.float32)
+    """Return the baseline as an image (C, H, W); raise UserError if it is none."""
+    wanted = f"a number, one per channel, or an image of shape {net.input_shape}"
+    try:
+        with np.errstate(over="ignore"):
+            values = np.asarray(baseline, np.float32)
+    except (TypeError, ValueError):
+        raise UserError(f"baseline: expected {wanted}, got {baseline!r:.40}") from None
+    if not np.isfinite(values).all():
+        raise UserError(f"baseline: expected finite pixels, got {np.asarray(baseline)!s:.40}")
     values = values[:, None, None] if values.ndim == 1 else values
     try:
         return np.broadcast_to(values, net.input_shape)
     except ValueError:
-        raise UserError(
-            f"baseline: expected a number, one per channel, or an image of shape "
-            f"{net.input_shape}, got shape {np.shape(baseline)}"
-        ) from None
+        raise UserError(f"baseline: expected {wanted}, got shape {np.shape(baseline)}") from None
 
 
 def resized(values: np.ndarray, size: Sequence[int]) -> np.ndarray:
