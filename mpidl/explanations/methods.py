@@ -81,7 +81,9 @@ class GradCAM(Method):
         maps = np.zeros((len(values), *net.input_shape[1:]), np.float32)
         for i, (value, slope) in enumerate(zip(values, gradients, strict=True)):
             weights = slope.mean(axis=(1, 2), keepdims=True, dtype=np.float64)
-            maps[i] = resized(np.maximum((weights * value).sum(axis=0), 0), maps.shape[1:])
+            with np.errstate(invalid="ignore"):  # of a network with infinite values
+                map_ = np.maximum((weights * value).sum(axis=0), 0)
+            maps[i] = resized(map_, maps.shape[1:])
         return maps
 
 

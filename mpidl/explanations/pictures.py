@@ -39,9 +39,9 @@ def overlay(image: np.ndarray, values: np.ndarray, is_signed: bool) -> np.ndarra
     """Return a map (H, W) in colours over the gray image, as RGB pixels (H, W, 3), uint8.
 
     The largest entries have the last colour of the ramp. The stronger an entry is, the less of the
-    image shows through.
+    image shows through. NaN is drawn as 0.
     """
-    strength = values / scale_of(values)
+    strength = np.nan_to_num(values / scale_of(values))
     gray = plain(image).astype(np.float64) @ (0.299, 0.587, 0.114)
     if is_signed:
         colours, opacity = coloured((strength + 1) / 2, DIVERGING), np.clip(np.abs(strength), 0, 1)
@@ -61,7 +61,6 @@ def scale_of(values: np.ndarray) -> float:
 def coloured(values: np.ndarray, ramp: tuple[tuple[int, int, int], ...]) -> np.ndarray:
     """Return the colours (H, W, 3) of values from 0 to 1, by linear interpolation in the ramp."""
     places = np.linspace(0, 1, len(ramp))
-    values = np.nan_to_num(values)
     return np.stack([np.interp(values, places, channel) for channel in zip(*ramp, strict=True)], -1)
 
 

@@ -135,7 +135,8 @@ def _has_labels(job):
 
 def _row(job, index, label, score, probability, predicted):
     """Return the cells of an image's row without its name and its picture."""
-    cells = [job.class_name(job.images.labels[index])] if _has_labels(job) else []
+    images = job.images  # may have other classes than the network
+    cells = [printable(images.classes[images.labels[index]])] if _has_labels(job) else []
     chance = "" if np.isnan(probability) else f"{probability:.4f}"
     return [*cells, job.class_name(predicted), job.class_name(label), f"{score:.6g}", chance]
 

@@ -173,6 +173,29 @@ def test_an_image_that_cannot_be_read(folder):
     assert "03.png" in line
 
 
+def test_images_of_other_classes_than_those_of_the_network(folder, tmp_path):
+    net = dl.Network([dl.Conv2D(3, 2, padding=1), dl.Dense(1), dl.Sigmoid()], (1, SIDE, SIDE))
+    dl.save_model(tmp_path / "model.h5", net)
+    explain(tmp_path, 2, "out", images=[folder / "set"])
+    assert [row["label"] for row in table(tmp_path / "out")] == sorted(CLASSES * PER_CLASS)
+
+
+def test_maps_that_are_not_finite(folder, recwarn):
+    """A broken network gives NaN and infinite entries; NaN is drawn like 0."""
+    net = dl.load_model(folder / "model.h5")[0]
+    net.parameters["conv1.weight"][0] = 1e38
+    net.parameters["dense1.weight"][:, 0] = np.inf
+    for method in METHODS:
+        assert not np.isfinite(
+            dl.explain(net, dl.ImageFolder(folder / "set"), method=method).maps
+        ).all()
+    values, image = np.array([[np.nan, np.inf, 1], [0, -np.inf, -1]]), np.zeros((1, 2, 3), np.uint8)
+    for is_signed in (True, False):
+        drawn = pictures.overlay(image, values, is_signed)
+        assert np.array_equal(drawn[0, 0], drawn[1, 0]) and np.array_equal(drawn[0, 1], drawn[0, 2])
+    assert not [w for w in recwarn if "explanations" in w.filename]
+
+
 def test_refusals(folder, tmp_path):
     (tmp_path / "file").write_text("")
     words = [folder / "model.h5", folder / "set", "--out", tmp_path / "out"]
