@@ -65,7 +65,9 @@ def _stage(suffix: Callable[[re.Match[str]], str]) -> Callable[[re.Match[str]], 
 _STAGE = r"resnet\.encoder\.stages\.(\d{1,4})\.layers\.(\d{1,4})\."
 # {library: [(pattern of a module name, torchvision's name)]}. Other modules keep their names.
 MODULES: dict[str, Table] = {
-    "torchvision": (),
+    "torchvision": (  # the first files of DenseNet
+        (r"(denselayer\d{1,4}\.(?:norm|conv))\.([12])", r"\1\2"),
+    ),
     "timm": (
         (r"pre_logits\.fc1", "classifier.0"),
         (r"pre_logits\.fc2", "classifier.3"),

@@ -17,9 +17,15 @@ from mpidl.text import pip_install, printable
 
 FOLDER = "MPIDL_WEIGHTS"  # environment variable: a folder with weights for all users of a cluster
 SUFFIXES = (".safetensors", ".h5", ".pth", ".onnx")
+# {network: its name in torchvision's files NAME-HASH.pth}, if it differs.
+TORCHVISION = {
+    "efficientnet_b0": "efficientnet_b0_rwightman",
+    "inception_v3": "inception_v3_google",
+}
 LABELS = ("huggingface/label-files", "imagenet-1k-id2label.json")  # a repository of data, a file
 CLASS_FILE = "imagenet-classes.json"  # the same file in a folder with weights
 CLASSES = 1000
+DAMAGES = (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)  # of JSON
 
 
 class WeightFile(NamedTuple):
@@ -73,7 +79,8 @@ def _names(name: str) -> str:
 
 def _in_folder(name: str, folder: str) -> str | None:
     candidates = (os.path.join(folder, f"{name}{suffix}") for suffix in SUFFIXES)
-    published_names = sorted(glob.glob(os.path.join(glob.escape(folder), f"{name}-*.pth")))
+    pattern = f"{TORCHVISION.get(name, name)}-*.pth"
+    published_names = sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))
     return next((path for path in (*candidates, *published_names) if os.path.isfile(path)), None)
 
 
@@ -133,9 +140,9 @@ def _read_labels(path: str) -> tuple[str, ...]:
         with open(path, encoding="utf-8") as file:
             labels = json.load(file)
         names = tuple(str(labels[str(i)]).split(",")[0] for i in range(CLASSES))
-    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+    except DAMAGES as error:
         raise UserError(
-            f"{printable(path)}: expected the names of {CLASSES} classes: {error!r}"
+            f"{printable(path)}: expected the names of {CLASSES} classes: {error!r:.200}"
         ) from None
     return _unique(names)
 

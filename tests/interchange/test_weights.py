@@ -103,6 +103,18 @@ def test_names_of_transformers(tmp_path):
     assert weights_sha256(restored) == weights_sha256(net)
 
 
+def test_names_of_the_first_files_of_densenet(tmp_path):
+    """In these files, a layer has the modules norm.1, conv.1, norm.2 and conv.2."""
+    net = zoo.densenet121((3, 32, 32), 5, seed=1)
+    dl.save_weights(net, tmp_path / "a.safetensors", names="torchvision")
+    arrays = safetensors.numpy.load_file(tmp_path / "a.safetensors")
+    old = {re.sub(r"(denselayer.*)([12])\.(.*)", r"\1.\2.\3", k): a for k, a in arrays.items()}
+    assert "features.denseblock1.denselayer2.norm.1.running_mean" in old
+    path = written(tmp_path / "b.safetensors", old)
+    restored = dl.load_weights(zoo.densenet121((3, 32, 32), 5), path, names="torchvision")
+    assert weights_sha256(restored) == weights_sha256(net)
+
+
 def test_names_of_timm(tmp_path):
     """In timm's VGG, the first two fully connected layers are convolutions."""
     net = dl.Network(

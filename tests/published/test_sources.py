@@ -57,6 +57,22 @@ def test_the_order_of_the_places(bare_machine, monkeypatch):
     assert sources.find(name).path == shared
 
 
+@pytest.mark.parametrize(
+    "name, file",
+    [
+        ("efficientnet_b0", "efficientnet_b0_rwightman-7f5810bc.pth"),
+        ("inception_v3", "inception_v3_google-0cc3c7bd.pth"),
+        ("vgg11", "vgg11-8a719046.pth"),
+        ("vgg11_bn", "vgg11_bn-6002323d.pth"),
+    ],
+)
+def test_the_names_of_files_of_torchvision(bare_machine, name, file):
+    for other in ("vgg11-8a719046.pth", "vgg11_bn-6002323d.pth"):
+        written(bare_machine / "torch/hub/checkpoints" / other)
+    path = written(bare_machine / "torch/hub/checkpoints" / file)
+    assert sources.find(name) == (path, "the cache of PyTorch")
+
+
 def test_a_folder_alone_counts(bare_machine):
     written(bare_machine / "torch/hub/checkpoints/resnet18-f37072fd.pth")
     text = refusal(sources.find, "resnet18", bare_machine)
@@ -90,7 +106,8 @@ def test_names_of_the_classes(bare_machine, monkeypatch):
     monkeypatch.setenv(sources.FOLDER, str(shared.parent))
     shared.write_text(json.dumps({str(i): str(i) for i in range(1000)}))
     assert sources.class_names()[999] == "999"
-    for damaged in ("", "[]", "{}", '{"0": 1', json.dumps(dict.fromkeys(map(str, range(999)), ""))):
+    few = json.dumps(dict.fromkeys(map(str, range(999)), ""))
+    for damaged in ("", "[]", "{}", '{"0": 1', few, "[" * 100_000):
         shared.write_text(damaged)
         text = refusal(sources.class_names)
         assert text.startswith(f"{os.fspath(shared)}: expected the names of 1000 classes")
