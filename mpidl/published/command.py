@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     for name in parsed.networks:
         published(name)
+    if parsed.folder is not None:  # before a long download
+        _make_folder(parsed.folder)
     hub: Any = sources.hub()
     for name in parsed.networks:
         path = _download(hub, published(name).repository, WEIGHTS, "model")
@@ -79,15 +82,28 @@ def _download(hub, repository, file, kind):
         ) from error
 
 
+def _make_folder(folder):
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--folder {printable(folder)}: cannot be created: {reason(error)}"
+        ) from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--folder {printable(folder)}: cannot be written: no permission")
+
+
 def _copied(path, folder, name):
     """Copy a file to a folder, if there is one, and return the path of the file to use."""
     if folder is None:
         return printable(path)
     target = os.path.join(folder, name)
+    part = f"{target}.part"
     try:
-        os.makedirs(folder, exist_ok=True)
-        shutil.copyfile(path, f"{target}.part")
-        os.replace(f"{target}.part", target)
+        shutil.copyfile(path, part)
+        os.replace(part, target)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
         raise UserError(f"{printable(target)}: cannot be written: {reason(error)}") from error
     return printable(target)

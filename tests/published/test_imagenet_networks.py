@@ -1,7 +1,10 @@
 """Test dl.pretrained with files of drawn weights, and with the weights of a package."""
 
+import errno
 import importlib.util
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -90,6 +93,32 @@ def test_fetch_fills_a_folder(monkeypatch, tmp_path, capsys):
     )
     net = dl.pretrained("resnet18", folder=folder)
     assert net.classes[:2] == ("c0", "c1")
+
+
+def test_fetch_into_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    """A folder is refused before the download; a full disk leaves no part of a file."""
+    requests = []
+
+    def download(repository, file, repo_type):
+        requests.append(file)
+        (tmp_path / file).write_bytes(b"weights")
+        return str(tmp_path / file)
+
+    def copy(source, target):
+        with open(target, "wb") as file:
+            file.write(b"wei")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "weights", ""):
+        text = refusal(command.main, ["resnet18", "--folder", str(folder)])
+        assert text.startswith(f"--folder {folder}: cannot be created: ")
+    assert requests == []
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    text = refusal(command.main, ["resnet18", "--folder", str(tmp_path / "new")])
+    assert text.endswith("resnet18.safetensors: cannot be written: No space left on device")
+    assert requests == ["model.safetensors"] and not os.listdir(tmp_path / "new")
 
 
 def test_fetch_without_internet(monkeypatch):
