@@ -54,6 +54,7 @@ from mpidl.nn.layers.group_norm import *
 from mpidl.nn.layers.joins import *
 from mpidl.nn.layers.normalization import *
 from mpidl.nn.layers.pooling import *
+from mpidl.nn.layers.recurrent import *
 from mpidl.nn.layers.resize import *
 from mpidl.nn.layers.shape import *
 from mpidl.nn.transfer import transfer as transfer
@@ -74,6 +75,7 @@ from mpidl.ops.overlap import *
 from mpidl.ops.pad import *
 from mpidl.ops.pool import *
 from mpidl.ops.probabilities import *
+from mpidl.ops.recurrent import *
 from mpidl.ops.reductions import *
 from mpidl.ops.resize import *
 from mpidl.ops.transposed import *

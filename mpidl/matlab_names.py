@@ -122,7 +122,10 @@ NAMES: dict[str, str] = {
     "adaptiveAveragePooling2dLayer": "dl.AdaptiveAveragePool2D(size)",
     "resize2dLayer": "dl.Resize2D(size), or dl.Resize2D(scale=2)",
     "dlresize": "dl.resize2d(x, size), or dl.resize2d(x, scale=2)",
-    "lstmLayer bilstmLayer gruLayer": "not in mpidl, which trains convolutional networks on images",
+    "lstmLayer": 'dl.LSTM(units), or dl.LSTM(units, returns="last")',
+    "gruLayer": 'dl.GRU(units), or dl.GRU(units, returns="last")',
+    "bilstmLayer": "dl.Concat of dl.LSTM(units) and dl.LSTM(units, reverse=True)",
+    "sequenceInputLayer": "the input_shape of dl.Network, (1, steps, features)",
     "dropoutLayer": "dl.Dropout(0.5)",
     "fullyConnectedLayer": "dl.Dense(outputs)",
     "additionLayer": "dl.Add(inputs=(...))",
@@ -270,6 +273,9 @@ ARGUMENTS = {
     "outputsize": "size",
     "momentum": "gradient_decay_factor",
     "readfcn": "preprocess",
+    "hiddensize numhiddenunits": "units",
+    "outputmode": "returns",
+    "gobackwards": "reverse",
 }
 # {argument in another library without an equivalent in mpidl: explanation}. If an explanation
 # begins with an argument, such as "decay= is", it is for functions that have this argument.
@@ -284,6 +290,11 @@ REMARKS = {
     "TrainingOptions and the hooks of dl.train set how a network is trained",
     "params": "the optimizer receives the learnables in each step",
     "activation": "an activation is a layer, such as dl.ReLU()",
+    "returnsequences": 'returns="sequence" is the default, and "last" returns the last step',
+    "bidirectional": "a Concat of a layer and of one with reverse=True is bidirectional",
+    "numlayers": "each layer is a layer of the network",
+    "batchfirst": "images are (N, C, H, W), and the rows of an image are the steps",
+    "stateful returnstate": "dl.lstm and dl.gru return the state, and start with one",
     "inplace": "the network decides which layers share memory",
     "fileextensions": "PNG, JPEG, BMP and TIFF files are read, and all other files are ignored",
     "minibatchformat": "images are (N, C, H, W)",

@@ -171,6 +171,26 @@ void mpidl_group_norm_backward(const value *dy, const value *x, const float *gam
                                int64_t pixels, int64_t groups, int64_t of_elements,
                                const int64_t *tree);
 
+/* recurrent.c: the steps of an LSTM (gates = 4) or a GRU (gates = 3). x (blocks, gates * units,
+ * steps, 16) holds the products of the input, weight (gates * units, units) multiplies the hidden
+ * state, and bias (gates * units) is added to these products, in a GRU only. hidden and cell
+ * (blocks, units, 16) are the state before the first step; all three may be NULL. last_hidden and
+ * last_cell receive the state after the last step. record (blocks, 4 * units, steps, 16) and cells
+ * (blocks, units, steps, 16) receive what the gradient needs. A GRU has no cells: cell, cells,
+ * last_cell and dcell are NULL. */
+void mpidl_recurrence(const value *x, const float *weight, const float *bias, const float *hidden,
+                      const float *cell, value *record, float *cells, value *y, float *last_hidden,
+                      float *last_cell, int64_t blocks, int64_t units, int64_t steps,
+                      int64_t gates, int64_t reverse);
+/* previous (blocks, units, steps, 16) receives the hidden state before each step, and dproducts the
+ * gradient of the products W h of a GRU; those of an LSTM are dx. dhidden and dcell (blocks, units,
+ * 16) may be NULL. No gradient crosses the borders of runs of `truncate` steps. */
+void mpidl_recurrence_backward(const value *dy, const value *record, const float *cells,
+                               const value *y, const float *weight, const float *hidden,
+                               const float *cell, value *dx, value *dproducts, value *previous,
+                               float *dhidden, float *dcell, int64_t blocks, int64_t units,
+                               int64_t steps, int64_t gates, int64_t reverse, int64_t truncate);
+
 /* lrn.c: cross-channel normalization */
 void mpidl_cross_channel_norm(const value *x, value *y, int64_t blocks, int64_t channels,
                               int64_t pixels, int64_t window, double alpha, double beta, double k);

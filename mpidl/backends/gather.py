@@ -19,8 +19,8 @@ FUNCTIONS = tuple(
 
 # The modules in each backend's package that define the backend's functions.
 FAMILIES = """
-conv transposed dense batchnorm group_norm activation pool resample pad lrn dropout gates join
-loss overlap optimizer images
+conv transposed dense recurrent batchnorm group_norm activation pool resample pad lrn dropout gates
+join loss overlap optimizer images
 """.split()
 
 

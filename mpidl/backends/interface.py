@@ -202,6 +202,75 @@ class Backend(TrainingFunctions, Protocol):
         `activation_sums` of dx, else None.
         """
 
+    # recurrent
+
+    def recurrence(
+        self,
+        kind: str,
+        x: Lanes,
+        weight: Array,
+        bias: Vector | None,
+        state: Sequence[Lanes],
+        is_reversed: bool,
+    ) -> tuple[Lanes, Any, Sequence[Lanes]]:
+        """Run the steps of a recurrent layer of U units.
+
+        With h = c = 0 before the first step, a step of an LSTM computes
+
+            i, f, o = sigmoid(x + weight h), g = tanh(x + weight h)
+            c = f c + i g, h = o tanh(c)
+
+        and a step of a GRU computes, with p = weight h + bias,
+
+            r, z = sigmoid(x + p), n = tanh(x + r p), h = n + z (h - n)
+
+        Parameters
+        ----------
+        kind : str
+            "lstm" or "gru".
+        x : Lanes
+            The products of the input, (B, 4U, T, 1, 16) for the gates i, f, g, o of T steps, or
+            (B, 3U, T, 1, 16) for the gates r, z, n.
+        weight : Array
+            The recurrent weights of these gates, (4U, U, 1, 1) or (3U, U, 1, 1).
+        bias : Vector or None
+            (3U,), of a GRU only.
+        state : sequence of Lanes
+            Empty, or the state before the first step: h and, of an LSTM, c, (B, U, 16) float32
+            each.
+        is_reversed : bool
+            Whether the last row of x is the first step.
+
+        Returns
+        -------
+        y : Lanes
+            The h of all steps, (B, U, T, 1, 16), in the order of the rows of x.
+        record
+            What `recurrence_backward` needs, in a form of the backend.
+        last : sequence of Lanes
+            The state after the last step: h and, of an LSTM, c, (B, U, 16) float32 each.
+        """
+
+    def recurrence_backward(
+        self,
+        kind: str,
+        dy: Lanes,
+        record: Any,
+        weight: Array,
+        bias: Vector | None,
+        state: Sequence[Lanes],
+        is_reversed: bool,
+        truncate: int,
+        counts: Array,
+        tree: Tree,
+        needs: Sequence[bool],
+    ) -> tuple[Any, ...]:
+        """Return (dx, dweight, dbias, *dstate) of `recurrence`.
+
+        `needs` is as long as the result, and values that are not needed are None. After each
+        `truncate` steps, no gradient passes to the steps before. dy must be zero in unused lanes.
+        """
+
     # batchnorm
 
     def channel_sums(self, x: Lanes, tree: Tree) -> Partial:

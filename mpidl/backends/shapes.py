@@ -23,6 +23,9 @@ class Geometry(NamedTuple):
     groups: int = 1
 
 
+POINT = Geometry((1, 1), ((0, 0), (0, 0)))  # of filters that read one pixel
+
+
 class Windows(NamedTuple):
     """Where the windows of a pooling function are in the images."""
 

@@ -22,6 +22,7 @@ from mpidl.ops.overlap import *
 from mpidl.ops.pad import *
 from mpidl.ops.pool import *
 from mpidl.ops.probabilities import *
+from mpidl.ops.recurrent import *
 from mpidl.ops.reductions import *
 from mpidl.ops.resize import *
 from mpidl.ops.transposed import *

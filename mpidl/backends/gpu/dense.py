@@ -9,12 +9,10 @@ import math
 
 import numpy as np
 
-from mpidl.backends import shapes
 from mpidl.backends.gpu import array, batchnorm, conv
 from mpidl.backends.gpu.array import Array
+from mpidl.backends.shapes import POINT
 from mpidl.core.blocks import LANES, DeferredInput
-
-POINT = shapes.Geometry((1, 1), ((0, 0), (0, 0)))
 
 
 def rows_of(value, name):

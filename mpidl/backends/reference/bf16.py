@@ -15,6 +15,7 @@ from mpidl.core.values import BF16
 AS_STORED = frozenset({"conv2d", "conv2d_backward", "channel_sums", "source"})
 AS_STORED |= {"transposed_conv2d", "transposed_conv2d_backward"}
 AS_STORED |= {"dense", "dense_dx", "dense_dweight", "dense_backward"}
+AS_STORED |= {"recurrence", "recurrence_backward"}
 
 SMALLEST = np.float32(2.0**-56)  # smaller magnitudes become zero
 

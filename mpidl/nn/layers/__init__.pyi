@@ -12,5 +12,6 @@ from mpidl.nn.layers.group_norm import *
 from mpidl.nn.layers.joins import *
 from mpidl.nn.layers.normalization import *
 from mpidl.nn.layers.pooling import *
+from mpidl.nn.layers.recurrent import *
 from mpidl.nn.layers.resize import *
 from mpidl.nn.layers.shape import *

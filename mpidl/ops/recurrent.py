@@ -1,0 +1,243 @@
+"""Recurrent ops, LSTM and GRU, and their gradients.
+
+The rows of an image are the steps of a sequence. A convolution computes the products of the input
+with its weights for all steps at once. The op `recurrence` computes the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpidl import backends
+from mpidl.core.blocks import Blocked
+from mpidl.core.op import WithVjp, op
+from mpidl.core.tape import Array, Needs, value_of
+from mpidl.ops import check
+from mpidl.ops.conv import conv2d
+
+__all__ = ["gru", "lstm"]
+
+
+class Kind(NamedTuple):
+    """The number of gates of a unit, and the names of the parts of its state."""
+
+    gates: int
+    state: tuple[str, ...]
+
+
+KINDS = {"lstm": Kind(4, ("hidden", "cell")), "gru": Kind(3, ("hidden",))}
+
+
+def check_truncate(name: str, truncate: Any) -> None:
+    """Raise ValueError unless `truncate` is None or an integer >= 1."""
+    if truncate is not None:
+        check.integer(name, "truncate", truncate)
+
+
+@op(blocks=True)
+def recurrence(
+    x: Blocked,
+    weight: Array,
+    bias: Array | None,
+    *state: Blocked,
+    kind: str,
+    is_reversed: bool,
+    truncate: int | None,
+    last: list[Blocked],
+) -> WithVjp[Blocked]:
+    """Compute the steps from the products of the input, and append the final state to `last`.
+
+    `interface.Backend.recurrence` defines the steps. x and the result are (N, gates * units, steps,
+    1) and (N, units, steps, 1).
+    """
+    backend, steps = backends.of_value(x), x.image_shape[1]
+    lanes = [value.raw for value in state]
+    arguments = kind, weight, bias, lanes, is_reversed
+    y, record, final = backend.recurrence(arguments[0], x.raw, *arguments[1:])
+    last += [x.like(value) for value in final]
+
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
+        options = truncate or steps, x.batch.counts(), x.batch.tree, needs
+        dx, dweight, dbias, *dstate = backend.recurrence_backward(
+            kind, dy.raw, record, *arguments[1:], *options
+        )
+        values = zip(state, dstate, strict=True)
+        dstate = [None if d is None else value.like(d) for value, d in values]
+        return None if dx is None else x.like(dx), dweight, dbias, *dstate
+
+    return x.like(y), vjp
+
+
+def _check(
+    kind: str,
+    x: Any,
+    weight: Array,
+    recurrent_weight: Array,
+    bias: Array | None,
+    recurrent_bias: Array | None,
+    *state: Any,
+) -> None:
+    """Raise ValueError unless the arguments of `lstm` or `gru` fit together."""
+    check.images(kind, x, 4)
+    gates, names = KINDS[kind]
+    channels, _, columns = x.shape[1:]
+    outputs = weight.shape[0] if len(weight.shape) == 4 else 0
+    units = outputs // gates
+    expected = (gates * units, channels, 1, columns), (gates * units, units, 1, 1)
+    found = tuple(tuple(v.shape) for v in (weight, recurrent_weight))
+    if not units or found != expected:
+        raise ValueError(
+            f"{kind}: expected weight ({gates}*units, {channels}, 1, {columns}) and "
+            f"recurrent_weight ({gates}*units, units, 1, 1) for x {x.shape}, got {found[0]} and "
+            f"{found[1]}"
+        )
+    for vector in (bias, recurrent_bias):
+        if vector is not None and tuple(vector.shape) != (outputs,):
+            raise ValueError(f"{kind}: expected a bias ({outputs},), got {tuple(vector.shape)}")
+    if state and len(state) != len(names):
+        raise ValueError(f"{kind}: expected a state ({', '.join(names)}), got {len(state)} values")
+    for value in state:
+        check.images(kind, value, 2)
+        if tuple(value.shape) != (x.shape[0], units):
+            raise ValueError(
+                f"{kind}: expected a state of shape ({x.shape[0]}, {units}), got {value.shape}"
+            )
+
+
+def _recurrent(
+    kind: str,
+    x: Any,
+    weight: Any,
+    recurrent_weight: Any,
+    bias: Any,
+    recurrent_bias: Any,
+    state: Sequence[Any] | None,
+    is_reversed: bool,
+    truncate: int | None,
+) -> tuple[Any, tuple[Blocked, ...]]:
+    state, last = tuple(state or ()), []
+    weights = weight, recurrent_weight, bias, recurrent_bias
+    _check(kind, value_of(x), *map(value_of, weights), *map(value_of, state))
+    check_truncate(kind, truncate)
+    products = conv2d(x, weight, bias)
+    options = {"kind": kind, "is_reversed": bool(is_reversed), "truncate": truncate, "last": last}
+    y = recurrence(products, recurrent_weight, recurrent_bias, *state, **options)
+    return y, tuple(last)
+
+
+def lstm(
+    x: Any,
+    weight: Any,
+    recurrent_weight: Any,
+    bias: Any = None,
+    *,
+    state: Sequence[Any] | None = None,
+    reverse: bool = False,
+    truncate: int | None = None,
+) -> tuple[Any, tuple[Blocked, ...]]:
+    """Compute a long short-term memory (LSTM) over the rows of images.
+
+    A step reads a row of C x W numbers. With the hidden state h and the cell state c, which are 0
+    before the first step, each step computes i, f and o = sigmoid(weight x + recurrent_weight h +
+    bias) and g = tanh(weight x + recurrent_weight h + bias), each with its own weights, and then
+    c = f c + i g and h = o tanh(c).
+
+    Parameters
+    ----------
+    x
+        Images (N, C, H, W): a sequence of H steps for each image. Sequences of F features are
+        images (N, F, H, 1) or (N, 1, H, F).
+    weight
+        Weights of the input, (4U, C, 1, W) for U units, in the order i, f, g, o of the gates.
+    recurrent_weight
+        Weights of the hidden state, (4U, U, 1, 1).
+    bias
+        Biases, (4U,), or None.
+    state
+        The state (h, c) before the first step, (N, U) each, such as the returned state of the
+        preceding part of the sequences. By default, zeros.
+    reverse
+        Whether the last row is the first step.
+    truncate
+        Number of steps of a chunk for truncated backpropagation: the state passes from chunk to
+        chunk, and the gradient does not. By default, the gradient passes through all steps.
+
+    Returns
+    -------
+    y : Blocked
+        The hidden states, (N, U, H, 1); a Var during differentiation.
+    state : tuple of Blocked
+        The state (h, c) after the last step, (N, U) each. It is not differentiated.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit together, or `truncate` is not an integer >= 1.
+
+    Notes
+    -----
+    See Hochreiter and Schmidhuber, "Long short-term memory", 1997, with the forget gate of Gers,
+    Schmidhuber and Cummins, "Learning to forget", 2000.
+    """
+    return _recurrent("lstm", x, weight, recurrent_weight, bias, None, state, reverse, truncate)
+
+
+def gru(
+    x: Any,
+    weight: Any,
+    recurrent_weight: Any,
+    bias: Any = None,
+    recurrent_bias: Any = None,
+    *,
+    state: Sequence[Any] | None = None,
+    reverse: bool = False,
+    truncate: int | None = None,
+) -> tuple[Any, tuple[Blocked, ...]]:
+    """Compute a gated recurrent unit (GRU) over the rows of images.
+
+    A step reads a row of C x W numbers. With the hidden state h, which is 0 before the first step,
+    p = recurrent_weight h + recurrent_bias, and v = weight x + bias, each with separate weights for
+    r, z and n, a step computes r and z = sigmoid(v + p), n = tanh(v + r p), and the new
+    h = n + z (h - n).
+
+    Parameters
+    ----------
+    x
+        Images (N, C, H, W): a sequence of H steps for each image. Sequences of F features are
+        images (N, F, H, 1) or (N, 1, H, F).
+    weight
+        Weights of the input, (3U, C, 1, W) for U units, in the order r, z, n.
+    recurrent_weight
+        Weights of the hidden state, (3U, U, 1, 1).
+    bias, recurrent_bias
+        Biases of the products of the input and of the hidden state, (3U,), or None.
+    state
+        The state (h,) before the first step, (N, U), such as the returned state of the preceding
+        part of the sequences. By default, zeros.
+    reverse
+        Whether the last row is the first step.
+    truncate
+        Number of steps of a chunk for truncated backpropagation: the state passes from chunk to
+        chunk, and the gradient does not. By default, the gradient passes through all steps.
+
+    Returns
+    -------
+    y : Blocked
+        The hidden states, (N, U, H, 1); a Var during differentiation.
+    state : tuple of Blocked
+        The state (h,) after the last step, (N, U). It is not differentiated.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit together, or `truncate` is not an integer >= 1.
+
+    Notes
+    -----
+    See Cho et al., "Learning phrase representations using RNN encoder-decoder", 2014,
+    arXiv:1406.1078. As in PyTorch, r multiplies the product of the hidden state and its weights.
+    """
+    return _recurrent(
+        "gru", x, weight, recurrent_weight, bias, recurrent_bias, state, reverse, truncate
+    )
