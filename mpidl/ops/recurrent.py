@@ -7,16 +7,18 @@ with its weights for all steps at once. The op `recurrence` computes the steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from mpidl import backends
-from mpidl.core.blocks import Blocked
+from mpidl.core.blocks import LANES, Blocked
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Array, Needs, value_of
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d
 
 __all__ = ["gru", "lstm"]
+
+Returns: TypeAlias = Literal["sequence", "last"]
 
 
 class Kind(NamedTuple):
@@ -27,6 +29,12 @@ class Kind(NamedTuple):
 
 
 KINDS = {"lstm": Kind(4, ("hidden", "cell")), "gru": Kind(3, ("hidden",))}
+
+
+def check_returns(name: str, returns: Any) -> None:
+    """Raise ValueError unless `returns` is "sequence" or "last"."""
+    if returns not in ("sequence", "last"):
+        raise ValueError(f"{name}: returns must be 'sequence' or 'last', got {returns!r}")
 
 
 def check_truncate(name: str, truncate: Any) -> None:
@@ -69,6 +77,21 @@ def recurrence(
     return x.like(y), vjp
 
 
+@op(blocks=True)
+def _step(y: Blocked, row: int) -> WithVjp[Blocked]:
+    """Return a row of the outputs (N, U, H, 1) as features (N, U)."""
+    backend, (units, rows, _) = backends.of_value(y), y.image_shape
+    padding = (row, rows - 1 - row), (0, 0)
+    removed = (-row, row + 1 - rows), (0, 0)
+    features = backend.pad2d(y.raw, removed, 0.0).reshape(len(y.raw), units, LANES)
+
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
+        image = dy.raw.reshape(len(dy.raw), units, 1, 1, LANES)
+        return y.like(backend.pad2d(image, padding, 0.0)), None
+
+    return y.like(features), vjp
+
+
 def _check(
     kind: str,
     x: Any,
@@ -108,21 +131,23 @@ def _check(
 def _recurrent(
     kind: str,
     x: Any,
-    weight: Any,
-    recurrent_weight: Any,
-    bias: Any,
-    recurrent_bias: Any,
+    weights: Sequence[Any],
     state: Sequence[Any] | None,
-    is_reversed: bool,
+    returns: Returns,
+    reverse: bool,
     truncate: int | None,
 ) -> tuple[Any, tuple[Blocked, ...]]:
+    """Compute `lstm` or `gru` with the weights (input, recurrent) and the biases of both."""
+    weight, recurrent_weight, bias, recurrent_bias = weights
     state, last = tuple(state or ()), []
-    weights = weight, recurrent_weight, bias, recurrent_bias
     _check(kind, value_of(x), *map(value_of, weights), *map(value_of, state))
+    check_returns(kind, returns)
     check_truncate(kind, truncate)
     products = conv2d(x, weight, bias)
-    options = {"kind": kind, "is_reversed": bool(is_reversed), "truncate": truncate, "last": last}
+    options = {"kind": kind, "is_reversed": bool(reverse), "truncate": truncate, "last": last}
     y = recurrence(products, recurrent_weight, recurrent_bias, *state, **options)
+    if returns == "last":
+        y = _step(y, 0 if reverse else y.shape[2] - 1)
     return y, tuple(last)
 
 
@@ -133,6 +158,7 @@ def lstm(
     bias: Any = None,
     *,
     state: Sequence[Any] | None = None,
+    returns: Returns = "sequence",
     reverse: bool = False,
     truncate: int | None = None,
 ) -> tuple[Any, tuple[Blocked, ...]]:
@@ -157,6 +183,8 @@ def lstm(
     state
         The state (h, c) before the first step, (N, U) each, such as the returned state of the
         preceding part of the sequences. By default, zeros.
+    returns
+        Whether y has the outputs of all steps ("sequence"), or of the last one ("last").
     reverse
         Whether the last row is the first step.
     truncate
@@ -166,21 +194,22 @@ def lstm(
     Returns
     -------
     y : Blocked
-        The hidden states, (N, U, H, 1); a Var during differentiation.
+        The hidden states, (N, U, H, 1), or the last one, (N, U); a Var during differentiation.
     state : tuple of Blocked
         The state (h, c) after the last step, (N, U) each. It is not differentiated.
 
     Raises
     ------
     ValueError
-        If the shapes do not fit together, or `truncate` is not an integer >= 1.
+        If the shapes do not fit together, or `returns` or `truncate` is invalid.
 
     Notes
     -----
     See Hochreiter and Schmidhuber, "Long short-term memory", 1997, with the forget gate of Gers,
     Schmidhuber and Cummins, "Learning to forget", 2000.
     """
-    return _recurrent("lstm", x, weight, recurrent_weight, bias, None, state, reverse, truncate)
+    weights = weight, recurrent_weight, bias, None
+    return _recurrent("lstm", x, weights, state, returns, reverse, truncate)
 
 
 def gru(
@@ -191,6 +220,7 @@ def gru(
     recurrent_bias: Any = None,
     *,
     state: Sequence[Any] | None = None,
+    returns: Returns = "sequence",
     reverse: bool = False,
     truncate: int | None = None,
 ) -> tuple[Any, tuple[Blocked, ...]]:
@@ -215,6 +245,8 @@ def gru(
     state
         The state (h,) before the first step, (N, U), such as the returned state of the preceding
         part of the sequences. By default, zeros.
+    returns
+        Whether y has the outputs of all steps ("sequence"), or of the last one ("last").
     reverse
         Whether the last row is the first step.
     truncate
@@ -224,20 +256,19 @@ def gru(
     Returns
     -------
     y : Blocked
-        The hidden states, (N, U, H, 1); a Var during differentiation.
+        The hidden states, (N, U, H, 1), or the last one, (N, U); a Var during differentiation.
     state : tuple of Blocked
         The state (h,) after the last step, (N, U). It is not differentiated.
 
     Raises
     ------
     ValueError
-        If the shapes do not fit together, or `truncate` is not an integer >= 1.
+        If the shapes do not fit together, or `returns` or `truncate` is invalid.
 
     Notes
     -----
     See Cho et al., "Learning phrase representations using RNN encoder-decoder", 2014,
     arXiv:1406.1078. As in PyTorch, r multiplies the product of the hidden state and its weights.
     """
-    return _recurrent(
-        "gru", x, weight, recurrent_weight, bias, recurrent_bias, state, reverse, truncate
-    )
+    weights = weight, recurrent_weight, bias, recurrent_bias
+    return _recurrent("gru", x, weights, state, returns, reverse, truncate)

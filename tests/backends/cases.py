@@ -475,6 +475,63 @@ def image_normalization(label, shape, groups, of_elements, backends=("cpu", "gpu
             break
 
 
+# ---- recurrent: gates, units, steps, whether in reverse, steps of a chunk ----
+
+RECURRENCES = {
+    "lstm": (4, 5, 4, False, 4),
+    "lstm of several tiles": (4, 37, 3, False, 3),
+    "lstm in reverse, truncated": (4, 17, 5, True, 2),
+    "gru": (3, 5, 4, False, 4),
+    "gru of several tiles": (3, 37, 3, False, 3),
+    "gru in reverse, truncated": (3, 17, 5, True, 2),
+}
+LARGE_RECURRENCES = {
+    "lstm of several segments": (4, 301, 3, False, 3),
+    "gru of several segments": (3, 259, 3, True, 3),
+}
+
+
+def recurrent(label, gates, units, steps, is_reversed, truncate, backends=("cpu", "gpu")):
+    """Yield the cases of a recurrent layer."""
+    bound, tolerance = min(1, 4 / math.sqrt(units)), 1e-6 if units < 100 else 3e-6
+    kind, parts = ("lstm", 2) if gates == 4 else ("gru", 1)
+    arguments = {
+        "x": lanes(gates * units, steps, 1),
+        "weight": Draw("filters", (gates * units, units, 1, 1), -bound, bound),
+        "bias": vector(gates * units) if gates == 3 else None,
+        "state": [lanes(units, low=-1, high=1) for _ in range(parts)],
+    }
+    options = {"backends": backends, "numbers_only": " " in label}
+
+    def forward(b, a, state):
+        y, record, last = b.recurrence(kind, a["x"], a["weight"], a["bias"], state, is_reversed)
+        return y, record, last
+
+    def backward(b, a, state):
+        _, record, _ = forward(b, a, state)
+        needs = (
+            (True,) * (3 + len(state)) if gates == 3 else (True, True, False, *(True,) * len(state))
+        )
+        arguments = kind, a["dy"], record, a["weight"], a["bias"], state, is_reversed, truncate
+        return b.recurrence_backward(*arguments, a["counts"], a["tree"], needs)
+
+    for suffix, has_state in (("", True), (", from zeros", False)):
+        yield Case(
+            *("recurrence", label + suffix, arguments, tolerance),
+            call=lambda b, a, has=has_state: forward(b, a, a["state"] if has else [])[::2],
+            **options,
+        )
+        yield Case(
+            *("recurrence_backward", label + suffix),
+            arguments | {"dy": cotangent(units, steps, 1)},
+            tolerance=2 * tolerance,
+            call=lambda b, a, has=has_state: backward(b, a, a["state"] if has else []),
+            **options,
+        )
+        if " " in label:
+            break
+
+
 # ---- pool: (C, H, W), size, stride, padding ----
 
 POOLS = {
@@ -832,6 +889,10 @@ def activation_table():
         yield from image_normalization(label, *norm)
     for label, norm in LARGE_IMAGE_NORMS.items():
         yield from image_normalization(label, *norm, CPU)
+    for label, sizes in RECURRENCES.items():
+        yield from recurrent(label, *sizes)
+    for label, sizes in LARGE_RECURRENCES.items():
+        yield from recurrent(label, *sizes, CPU)
     for name, options in FUNCTIONS.items():
         yield from elementwise(name, *options)
     for shape in IMAGES.values():

@@ -157,6 +157,16 @@ def image_normalized(input_shape, classes):
     ]
 
 
+def recurrent(input_shape, classes):
+    """Return a network that reads the rows of images as sequences, with truncated gradients."""
+    return [
+        dl.LSTM(24, truncate=10),
+        dl.GRU(33, reverse=True),
+        dl.LSTM(20, returns="last"),
+        dl.Dense(classes),
+    ]
+
+
 def unet(input_shape, classes):
     """Return a small U-Net, whose outputs are scores of each pixel."""
     return dl.nn.zoo.unet(input_shape, classes, depth=2).layers

@@ -95,6 +95,7 @@ def test_weights_by_build(build, precision, runs, pictures, tmp_path):
         (jobs.network("varied"), "pictures", [(1, 1), (3, 2)], ["--max-iterations", 2]),
         # normalization within images
         (jobs.network("image_normalized"), "pictures", [(1, 1), (3, 2)], ["--max-iterations", 2]),
+        (jobs.network("recurrent"), "pictures", [(1, 1), (3, 2)], ["--max-iterations", 2]),
         # layers that several layers read, and sums of layers
         pytest.param("resnet", "pictures", [(1, 1), (3, 2)], ["--max-iterations", 3], marks=SLOW),
         # convolutions with each algorithm
@@ -105,7 +106,15 @@ def test_weights_by_build(build, precision, runs, pictures, tmp_path):
             for policy in ("auto", "off", "fast")
         ),
     ],
-    ids=["varied", "image_normalized", "resnet", "cifar-auto", "cifar-off", "cifar-fast"],
+    ids=[
+        "varied",
+        "image_normalized",
+        "recurrent",
+        "resnet",
+        "cifar-auto",
+        "cifar-off",
+        "cifar-fast",
+    ],
 )
 def test_weights_of_networks(network, images, cases, options, request, tmp_path):
     data = request.getfixturevalue(images)
@@ -117,7 +126,8 @@ def test_weights_of_networks(network, images, cases, options, request, tmp_path)
 
 NARROW = Path(__file__).with_name("narrow.py")
 NETWORKS = ("digits", "cifar", "bottlenecks", "inverted", "alexnet", "unet", "image_normalized")
-QUICK = ("bottlenecks", "inverted", "image_normalized")
+NETWORKS += ("recurrent",)
+QUICK = ("bottlenecks", "inverted", "image_normalized", "recurrent")
 
 
 def narrow_hashes(ranks, folder, names, build_names, threads, iterations=5, **env):

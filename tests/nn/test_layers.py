@@ -46,6 +46,8 @@ LAYERS = [
     dl.Swish(),
     dl.LayerNorm("image"),
     dl.HardSigmoid(),
+    dl.LSTM(5),
+    dl.GRU(6, reverse=True),
     dl.GlobalAveragePool2D(),
     dl.PReLU(shared=True),
     dl.Clip(-0.1, 6),
@@ -63,9 +65,9 @@ def test_shapes_and_learnables():
     shapes = dict(zip(net.layer_names, net.output_shapes, strict=True))
     assert shapes["first"] == shapes["a"] == shapes["sum"] == (8, 7, 6)
     assert shapes["up"] == (4, 14, 12) and shapes["down"] == (4, 7, 6)
-    assert shapes["both"] == (20, 7, 6) and shapes["globalaveragepool2"] == (20, 1, 1)
+    assert shapes["both"] == (20, 7, 6) and shapes["globalaveragepool2"] == (6, 1, 1)
     assert net.parameters["up.weight"].shape == (8, 4, 4, 4)
-    assert net.parameters["dense1.weight"].shape == (3, 20)
+    assert net.parameters["dense1.weight"].shape == (3, 6)
     assert net.parameters["layernorm1.gamma"].shape == (20,)
     assert net.parameters["layernorm2.beta"].shape == (20, 7, 6)
     assert net["up"].multiply_adds((8, 7, 6), (4, 14, 12)) == 8 * 7 * 6 * 4 * 16

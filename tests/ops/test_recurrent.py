@@ -84,6 +84,14 @@ class TestRecurrent(OpChecks):
             [(2, 1, 3)],
             shapes("lstm", 1, 2, 3, 0),
         ),
+        "the last step of an lstm in reverse": Case(
+            lambda x, w, r, b: dl.lstm(x, w, r, b, returns="last", reverse=True)[0],
+            lambda x, w, r, b: lstm_reference(x, w, r, b, zeros(x, r), zeros(x, r), reverse=True)[
+                :, :, 0, 0
+            ],
+            [(1, 4, 3)],
+            shapes("lstm", 3, 1, 3, 1),
+        ),
         "gru": Case(
             lambda x, w, r, b, c: dl.gru(x, w, r, b, c)[0],
             lambda x, w, r, b, c: gru_reference(x, w, r, b, c, zeros(x, r)),
@@ -129,6 +137,11 @@ class TestRecurrent(OpChecks):
             lambda x, f, i: dl.gru(x, np.ones((6, 2, 1, 4)), np.ones((6, 2, 1, 1)), truncate=0),
             ValueError,
             "gru: truncate must be an integer >= 1",
+        ),
+        (
+            lambda x, f, i: dl.gru(x, np.ones((6, 2, 1, 4)), np.ones((6, 2, 1, 1)), returns="all"),
+            ValueError,
+            "gru: returns must be 'sequence' or 'last', got 'all'",
         ),
         (lambda x, f, i: dl.lstm(f, np.ones(3), np.ones(3)), ValueError, "lstm: expected"),
     ]

@@ -38,7 +38,7 @@ BY_TILES = {"conv2d_backward", "transposed_conv2d", "transposed_conv2d_backward"
 SUMS = {"channel_sums", "moments", "batchnorm_sums", "activation_sums", "prelu_dslope"}
 SUMS |= {"scale_channels_dfactor"}
 # functions whose cases read a result that was rounded to bfloat16, such as maxima of windows
-OF_RESULTS = {"elementwise_dx", "norm_max_pool_relu_dx"}
+OF_RESULTS = {"elementwise_dx", "norm_max_pool_relu_dx", "recurrence_backward"}
 SPLIT = ((0, 3), (3, 3), (3, 5))  # five blocks on three ranks; the second rank has none
 
 

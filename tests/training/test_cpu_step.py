@@ -69,8 +69,14 @@ def image_normalized():
     return dl.Network(layers, (1, SIDE, SIDE), seed=1)
 
 
+def recurrent():
+    layers = [dl.LSTM(9, truncate=3), dl.GRU(7, returns="last", reverse=True)]
+    return dl.Network([*layers, dl.Dense(3)], (1, SIDE, SIDE), seed=1)
+
+
 NETWORKS = {"small": small, "residual": residual, "frozen": frozen}
 NETWORKS["image_normalized"] = image_normalized
+NETWORKS["recurrent"] = recurrent
 SOLVERS = {
     "sgdm": lambda **factors: dl.SGDM(0.1, 0.9, **factors),
     "decay and clipping": lambda **factors: dl.SGDM(

@@ -7,18 +7,16 @@ from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import as_type, per_channel
 from mpidl.backends.shapes import POINT
 
-GATES = {"lstm": 4, "gru": 3}
 
-
-def _state_of(kind, state):
+def _state_of(state):
     """Return the arrays (h, c) of a state, which the kernels expect; None for what is missing."""
     arrays = [np.ascontiguousarray(as_type(v, np.dtype(np.float32))) for v in state]
     return (*arrays, None, None)[:2]
 
 
 def recurrence(kind, x, weight, bias, state, is_reversed):
-    gates, units = GATES[kind], weight.shape[1]
     blocks, _, steps, _, lanes = x.shape
+    units, gates = weight.shape[1], len(weight) // weight.shape[1]
     y = arenas.empty((blocks, units, steps, 1, lanes), x.dtype)
     record = arenas.empty((blocks, 4 * units, steps, lanes), x.dtype)
     cells = arenas.empty((blocks, units, steps, lanes)) if kind == "lstm" else None
@@ -27,7 +25,7 @@ def recurrence(kind, x, weight, bias, state, is_reversed):
         np.ascontiguousarray(x),
         per_channel(weight),
         per_channel(bias),
-        *_state_of(kind, state),
+        *_state_of(state),
         record,
         cells,
         y,
@@ -41,7 +39,7 @@ def recurrence_backward(
     kind, dy, record, weight, bias, state, is_reversed, truncate, counts, tree, needs
 ):
     y, values, cells = record
-    gates, units = GATES[kind], weight.shape[1]
+    units, gates = weight.shape[1], len(weight) // weight.shape[1]
     blocks, _, steps, _, lanes = y.shape
     dx = arenas.empty((blocks, gates * units, steps, 1, lanes), y.dtype)
     dproducts = dx if kind == "lstm" else arenas.empty(dx.shape, dx.dtype)
@@ -49,7 +47,7 @@ def recurrence_backward(
     dstate = [arenas.empty((blocks, units, lanes)) if need else None for need in needs[3:]]
     kernels().recurrence_backward(
         np.ascontiguousarray(as_type(dy, y.dtype)),
-        *(values, cells, y, per_channel(weight), *_state_of(kind, state)),
+        *(values, cells, y, per_channel(weight), *_state_of(state)),
         *(dx, dproducts, previous, *(*dstate, None, None)[:2]),
         *(blocks, units, steps, gates, int(is_reversed), truncate),
     )

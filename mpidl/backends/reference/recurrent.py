@@ -43,6 +43,10 @@ def _gru_step(x, weight, bias, state, is_narrow):
 STEPS = {"lstm": _lstm_step, "gru": _gru_step}
 
 
+def _numbers(x):
+    return widened(x) if x.dtype == BF16 else x
+
+
 def _order(steps, is_reversed):
     """Return the rows of the steps, in their order."""
     return range(steps)[::-1] if is_reversed else range(steps)
@@ -53,13 +57,13 @@ def _first(state, kind, like, units, is_narrow):
     if not state:
         zeros = np.zeros((len(like), units, like.shape[-1]), like.dtype)
         return (zeros, zeros) if kind == "lstm" else (zeros,)
-    hidden, *cell = (v.astype(like.dtype) for v in state)
+    hidden, *cell = (numbers.astype(like.dtype) for numbers in map(_numbers, state))
     return rounded(hidden) if is_narrow else hidden, *cell
 
 
 def recurrence(kind, x, weight, bias, state, is_reversed):
     is_narrow = x.dtype == BF16
-    x = widened(x) if is_narrow else x
+    x = _numbers(x)
     weight, units, steps = weight[:, :, 0, 0], weight.shape[1], x.shape[2]
     current = _first(state, kind, x, units, is_narrow)
     y = np.empty((len(x), units, steps, 1, x.shape[-1]), x.dtype)
@@ -100,7 +104,7 @@ def recurrence_backward(
     kind, dy, record, weight, bias, state, is_reversed, truncate, counts, tree, needs
 ):
     is_narrow = dy.dtype == BF16
-    dy = widened(dy) if is_narrow else dy
+    dy = _numbers(dy)
     steps = dy.shape[2]
     shape = len(dy), len(weight), steps, 1, dy.shape[-1]
     dx, dproducts, previous = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from mpidl.nn.layers.base import (
     layer_class,
 )
 from mpidl.ops import check
-from mpidl.ops.recurrent import KINDS, check_truncate
+from mpidl.ops.recurrent import KINDS, Returns, check_returns, check_truncate
 
 __all__ = ["GRU", "LSTM"]
 
@@ -55,7 +55,7 @@ class _Recurrent(Weighted):
 
     units: int
 
-    returns: Literal["sequence", "last"] = field(default="sequence", kw_only=True, metadata=STORED)
+    returns: Returns = field(default="sequence", kw_only=True, metadata=STORED)
     reverse: bool = field(default=False, kw_only=True)
     truncate: int | None = field(default=None, kw_only=True)
     recurrent_weight_learn_rate_factor: float = field(default=1.0, kw_only=True)
@@ -66,10 +66,7 @@ class _Recurrent(Weighted):
     def build(self, shape: Shape) -> Built:
         check.integer(self.name, "units", self.units)
         check_truncate(self.name, self.truncate)
-        if self.returns not in ("sequence", "last"):
-            raise ValueError(
-                f"{self.name}: returns must be 'sequence' or 'last', got {self.returns!r}"
-            )
+        check_returns(self.name, self.returns)
         if len(shape) != 3:
             raise ValueError(
                 f"{self.name}: expected images (C, H, W), whose rows are the steps of a sequence, "
@@ -92,13 +89,8 @@ class _Recurrent(Weighted):
         return context["weight"], context["recurrent_weight"], self.bias_of(context)
 
     def forward(self, x: Value, context: LayerContext) -> Value:
-        options = {"reverse": self.reverse, "truncate": self.truncate}
-        y, _ = getattr(ops, self.kind)(x, *self._learnables(context), **options)
-        if self.returns == "sequence":
-            return y
-        others = 1 - x.shape[2]  # a negative padding removes all rows but that of the last step
-        rows = (0, others) if self.reverse else (others, 0)
-        return ops.flatten(ops.pad2d(y, (rows, (0, 0))))
+        options = {"returns": self.returns, "reverse": self.reverse, "truncate": self.truncate}
+        return getattr(ops, self.kind)(x, *self._learnables(context), **options)[0]
 
     def multiply_adds(self, shape: Shape, output_shape: Shape) -> int:
         gates = KINDS[self.kind].gates * self.units

@@ -319,6 +319,8 @@ ALL_LAYERS = [
     dl.Sigmoid(),
     dl.LayerNorm("image"),
     dl.HardSigmoid(),
+    dl.LSTM(5, truncate=4),
+    dl.GRU(6, reverse=True),
     dl.Flatten(),
     dl.Tanh(),
     dl.PReLU(shared=True),
