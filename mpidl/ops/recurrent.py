@@ -108,12 +108,12 @@ def _check(
     outputs = weight.shape[0] if len(weight.shape) == 4 else 0
     units = outputs // gates
     expected = (gates * units, channels, 1, columns), (gates * units, units, 1, 1)
-    found = tuple(tuple(v.shape) for v in (weight, recurrent_weight))
-    if not units or found != expected:
+    shapes = tuple(tuple(v.shape) for v in (weight, recurrent_weight))
+    if not units or shapes != expected:
         raise ValueError(
             f"{kind}: expected weight ({gates}*units, {channels}, 1, {columns}) and "
-            f"recurrent_weight ({gates}*units, units, 1, 1) for x {x.shape}, got {found[0]} and "
-            f"{found[1]}"
+            f"recurrent_weight ({gates}*units, units, 1, 1) for x {x.shape}, got {shapes[0]} and "
+            f"{shapes[1]}"
         )
     for vector in (bias, recurrent_bias):
         if vector is not None and tuple(vector.shape) != (outputs,):
@@ -139,13 +139,22 @@ def _recurrent(
 ) -> tuple[Any, tuple[Blocked, ...]]:
     """Compute `lstm` or `gru` with the weights (input, recurrent) and the biases of both."""
     weight, recurrent_weight, bias, recurrent_bias = weights
-    state, last = tuple(state or ()), []
+    state = tuple(state or ())
+    last: list[Blocked] = []
     _check(kind, value_of(x), *map(value_of, weights), *map(value_of, state))
     check_returns(kind, returns)
     check_truncate(kind, truncate)
     products = conv2d(x, weight, bias)
-    options = {"kind": kind, "is_reversed": bool(reverse), "truncate": truncate, "last": last}
-    y = recurrence(products, recurrent_weight, recurrent_bias, *state, **options)
+    y = recurrence(
+        products,
+        recurrent_weight,
+        recurrent_bias,
+        *state,
+        kind=kind,
+        is_reversed=bool(reverse),
+        truncate=truncate,
+        last=last,
+    )
     if returns == "last":
         y = _step(y, 0 if reverse else y.shape[2] - 1)
     return y, tuple(last)

@@ -178,7 +178,16 @@ def rehash(path):
     The hash covers all learnables, then all state, layer by layer, as little-endian float32 in C
     order.
     """
-    learnables = "weight", "bias", "gamma", "beta", "slope", "scale"
+    learnables = (
+        "weight",
+        "recurrent_weight",
+        "bias",
+        "recurrent_bias",
+        "gamma",
+        "beta",
+        "slope",
+        "scale",
+    )
     tables = {"learnables": learnables, "state": ("mean", "variance")}
     digest, count = hashlib.sha256(), 0
     with h5py.File(path) as file:

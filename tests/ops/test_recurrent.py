@@ -204,17 +204,17 @@ def test_against_pytorch(world, kind, units, steps, image):
 
 @pytest.mark.parametrize("kind", GATES)
 def test_the_state_continues_a_sequence(world, kind):
-    """A sequence in two parts gives the bytes of the whole, if the second starts with the state."""
+    """A sequence in two parts gives the bytes of one part, if the second starts with the state."""
     units, images = 6, numbers("x", 20, 2, 9, 3, dtype="f4")
     learnables = [
         numbers(f"{i}", *s, dtype="f4") for i, s in enumerate(shapes(kind, units, 2, 3, 1))
     ]
     function = getattr(dl, kind)
-    whole, state = function(blocked(world, images), *learnables)
+    complete, state = function(blocked(world, images), *learnables)
     first, between = function(blocked(world, images[:, :, :4]), *learnables)
     second, last = function(blocked(world, images[:, :, 4:]), *learnables, state=between)
     parts = np.concatenate([all_images(world, v) for v in (first, second)], axis=2)
-    assert parts.tobytes() == all_images(world, whole).tobytes()
+    assert parts.tobytes() == all_images(world, complete).tobytes()
     for a, b in zip(state, last, strict=True):
         assert all_images(world, a).tobytes() == all_images(world, b).tobytes()
     restarted, _ = function(blocked(world, images[:, :, 4:]), *learnables)
@@ -239,8 +239,8 @@ def test_truncated_backpropagation(world, kind, reverse):
         leaves = [dl.Var(v) for v in (blocked(world, images[:, :, rows]), *learnables)]
         y, last = function(*leaves, state=state, reverse=reverse, truncate=truncate)
         cotangents = tape.backward(y, blocked(world, dy[:, :, rows], batch=y.value.batch))
-        dx, *others = (cotangents[leaf] for leaf in leaves)
-        return [all_images(world, dx), *map(world.gplus, others)], last
+        dx, *of_weights = (cotangents[leaf] for leaf in leaves)
+        return [all_images(world, dx), *map(world.gplus, of_weights)], last
 
     starts = range(0, steps, length)
     chunks = [slice(start, min(start + length, steps)) for start in starts]
@@ -256,5 +256,5 @@ def test_truncated_backpropagation(world, kind, reverse):
     truncated, _ = gradients_of(slice(0, steps), None, truncate=length)
     for value, reference in zip(truncated, expected, strict=True):
         np.testing.assert_allclose(value, reference, rtol=1e-10, atol=1e-12)
-    whole, _ = gradients_of(slice(0, steps), None)
-    assert abs(whole[1] - truncated[1]).max() > 1e-3
+    complete, _ = gradients_of(slice(0, steps), None)
+    assert abs(complete[1] - truncated[1]).max() > 1e-3
