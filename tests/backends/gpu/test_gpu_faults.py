@@ -457,6 +457,40 @@ FAULTS = [
         check=check_on_gpu,
         arguments=("group_norm_backward, pixels",),
     ),
+    *faults(
+        "recurrent",
+        check_on_gpu,
+        "recurrence, lstm of several tiles",
+        "recurrence_backward, gru in reverse, truncated",
+        "recurrence_backward, lstm",
+        "recurrence, gru",
+        edits={
+            "no barrier before the next operands are copied": (
+                "sums[i][g] += part[i][g];\n        __syncthreads();",
+                "sums[i][g] += part[i][g];",
+            ),
+            "the state before the first step is forgotten": (
+                "hidden ? as_stored(hidden[image * units + unit]) : 0.f",
+                "0.f",
+            ),
+            "the cell of the step before is forgotten": (
+                "float c = step ? cells[place(image, steps, before, units, unit)]",
+                "float c = step ? 0.f",
+            ),
+            "the gradient of a cell ends after a step": (
+                "next >= 0 ? dcell[of_state] : 0.f",
+                "0.f",
+            ),
+            "the gradient of a candidate ignores the reset gate": (
+                "grad[3] = grad[2] * gate[0];",
+                "grad[3] = grad[2];",
+            ),
+            "gates of the last units are those of the next gate": (
+                "(column / UNITS) * units + unit;",
+                "(column / UNITS) * UNITS + unit;",
+            ),
+        },
+    ),
     Fault(
         family="dropout",
         description="words of the next call are skipped",

@@ -8,6 +8,7 @@ from benchmarks.gpu.compiling import Addresses, Collector
 from benchmarks.mpidl_step import RecordedStep
 from mpidl.backends import settings
 from mpidl.backends.gpu import activation, array, conv, gates, kernels, launching, optimizer, pool
+from mpidl.backends.gpu.recurrent import recurrence, recurrence_backward
 from mpidl.backends.gpu.resample import resample
 from mpidl.backends.gpu.sums import Counts
 from mpidl.backends.reference.activation import FUNCTIONS
@@ -64,6 +65,8 @@ def units(architecture):
             _pool(channels)
             _gates(channels)
             _resample(channels)
+        for kind, gates in (("lstm", 4), ("gru", 3)):
+            _recur(kind, gates)
         for function in FUNCTIONS:
             x = array.empty_lanes((1, 8, LANES))
             activation.elementwise_dx(function, activation.elementwise(function, x), x)
@@ -138,6 +141,15 @@ def _pool(channels):
     x, windows = array.empty_lanes((1, channels, 8, 8, LANES)), Windows((2, 2), (2, 2), UNPADDED)
     pool.max_pool2d(x, windows)
     pool.average_pool2d(x, windows, True)
+
+
+def _recur(kind, gates):
+    tree, units = fold.Tree(1, ((0, 1),), 0), 32
+    x = array.empty_lanes((1, gates * units, 4, 1, LANES))
+    weight = array.filters(np.zeros((gates * units, units, 1, 1), np.float32))
+    y, record, _ = recurrence(kind, x, weight, None, [], False)
+    needs = (True, True, False)
+    recurrence_backward(kind, y, record, weight, None, [], False, 4, None, tree, needs)
 
 
 def _resample(channels):
