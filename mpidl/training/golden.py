@@ -317,9 +317,20 @@ def _image_normalized(outputs):
     ]
 
 
+def _recurrent(outputs):
+    """Return a network that reads the rows of images as sequences."""
+    return [
+        nn.LSTM(24, truncate=10),
+        nn.GRU(33, reverse=True),
+        nn.LSTM(20, returns="last"),
+        nn.Dense(outputs),
+    ]
+
+
 NETWORKS = {
     "image-normalized": _image_normalized,
     "many-layers": _many_layers,
     "large-filters": _large_filters,
+    "recurrent": _recurrent,
     "resizing": _resizing,
 }

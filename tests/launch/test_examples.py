@@ -66,6 +66,16 @@ def test_custom_loop_is_dl_train(folder):
 
 
 @pytest.mark.slow("jobs")
+def test_rows_learns_the_digits_on_any_number_of_ranks():
+    printed = {run("rows.py", ranks).split("\nAccuracy: ")[1] for ranks in (1, 2, 3)}
+    assert len(printed) == 1, printed  # accuracies and the hash of the weights
+    (text,) = printed
+    accuracy, after_seven = text.split("\n")[0], re.search(r"Rows: 7, Accuracy: (\S+)", text)[1]
+    assert float(accuracy) >= 0.985 and f"Rows: 28, Accuracy: {accuracy}" in text
+    assert float(after_seven) < 0.5  # the first rows of most digits are empty
+
+
+@pytest.mark.slow("jobs")
 def test_matlab_loop_learns_and_depends_on_the_ranks(folder):
     printed = [run("matlab_loop.py", ranks, folder, 15) for ranks in (2, 2, 3)]
     for text in printed:
