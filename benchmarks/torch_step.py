@@ -12,6 +12,13 @@ from mpidl.nn import Network, graph
 from mpidl.ops import check
 from mpidl.text import pip_install
 
+RECURRENT = {
+    "weight_ih_l0": "weight",
+    "weight_hh_l0": "recurrent_weight",
+    "bias_ih_l0": "bias",
+    "bias_hh_l0": "recurrent_bias",
+}
+
 
 def is_installed() -> bool:
     """Return whether PyTorch can be imported."""
@@ -205,12 +212,15 @@ def build_module(net: Network, inplace: bool = True):
     module = Module()
     with torch.no_grad():
         for name, value in named_learnables(module):
-            value.copy_(torch.from_numpy(net.parameters[name]))
+            value.copy_(torch.from_numpy(net.parameters[name]).reshape(value.shape))
     return module
 
 
 def named_learnables(module) -> list[tuple]:
-    """Return pairs (mpidl's name, parameter) for all parameters of a `build_module` module."""
+    """Return pairs (mpidl's name, parameter) for the parameters of a `build_module` module.
+
+    The second bias of an LSTM, which mpidl lacks, is left out.
+    """
     from torch.nn import LayerNorm, PReLU
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -220,8 +230,11 @@ def named_learnables(module) -> list[tuple]:
             {"weight": "gamma", "bias": "beta"} if isinstance(part, (_BatchNorm, LayerNorm)) else {}
         )
         names = {"weight": "slope"} if isinstance(part, PReLU) else names
+        names = RECURRENT if hasattr(part, "recurrent") else names
         for name, value in part.named_parameters():
             name = name.rpartition(".")[2]
+            if name in RECURRENT and not value.requires_grad:
+                continue
             pairs.append((f"{part.mpidl_name}.{names.get(name, name)}", value))
     return pairs
 
@@ -265,7 +278,27 @@ def _part(net, layer, shape, inplace):
             ones = x.new_ones(len(x), *[1] * len(shape))
             return x * nn.functional.dropout(ones, layer.probability, self.training)
 
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            make = {"LSTM": nn.LSTM, "GRU": nn.GRU}[kind]
+            self.recurrent = make(
+                shape[0] * shape[2], layer.units, bias=layer.bias, batch_first=True
+            )
+            if kind == "LSTM" and layer.bias:  # mpidl has one bias: keep the sum of both
+                bias = torch.zeros_like(self.recurrent.bias_hh_l0)
+                self.recurrent.bias_hh_l0 = nn.Parameter(bias, requires_grad=False)
+
+        def forward(self, x):
+            rows = x.transpose(1, 2).flatten(2)
+            y, _ = self.recurrent(rows.flip(1) if layer.reverse else rows)
+            if layer.returns == "last":
+                return y[:, -1]
+            return (y.flip(1) if layer.reverse else y).transpose(1, 2)[..., None]
+
     kind = type(layer).__name__
+    if kind in ("LSTM", "GRU") and layer.truncate is None:
+        return Recurrent()
     if kind == "Conv2D":
         return _conv(layer, shape, net.parameters[f"{layer.name}.weight"].shape[2:])
     if kind in ("MaxPool2D", "AveragePool2D"):

@@ -12,10 +12,8 @@ import mpidl as dl
 
 def recurrent_network(shape, classes):
     """Return a network that reads each row of an image as a step of a sequence."""
-    layers = [dl.LSTM(64), dl.LSTM(64, returns="last"), dl.Dense(len(classes))]
-    net = dl.Network(layers, shape, seed=0)
-    net.classes = classes
-    return net
+    layers = [dl.LSTM(64), dl.LSTM(64, returns="last"), dl.Dense(classes)]
+    return dl.Network(layers, shape, seed=0)
 
 
 def learnables(net, name):
@@ -41,7 +39,7 @@ def main(epochs=6):
     world = dl.World()
     images, _ = dl.data.open_data("digits", world)
     train, test = images.split(0.9, seed=0)
-    net = recurrent_network(train.image_shape, train.classes)
+    net = recurrent_network(train.image_shape, len(train.classes))
     options = dl.TrainingOptions(
         epochs=int(epochs),
         solver="adam",
