@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import os
 import re
 
 import jobs
@@ -194,6 +195,15 @@ def test_maps_that_are_not_finite(folder, recwarn):
         drawn = pictures.overlay(image, values, is_signed)
         assert np.array_equal(drawn[0, 0], drawn[1, 0]) and np.array_equal(drawn[0, 1], drawn[0, 2])
     assert not [w for w in recwarn if "explanations" in w.filename]
+
+
+def test_a_file_that_cannot_be_written(folder):
+    """All ranks finish computing before the error; no part of a file and no old table remain."""
+    (folder / "blocked" / "00-00.png").mkdir(parents=True)
+    result = explain(folder, 2, "blocked", "--batch-size", 20, check=2)
+    line = jobs.refusal(result)
+    assert "00-00.png: cannot be written: " in line
+    assert sorted(os.listdir(folder / "blocked")) == ["00-00.png", "maps.npy"]
 
 
 def test_refusals(folder, tmp_path):

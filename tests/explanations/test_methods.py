@@ -170,6 +170,7 @@ def test_targets(images):
         ("cat", np.full(COUNT, 2)),
         (3, np.full(COUNT, 3)),
         (predicted.tolist(), predicted),
+        (np.arange(COUNT) % 3, np.arange(COUNT) % 3),  # the second mini-batch begins with class 2
     ):
         result = dl.explain(net, store, target=target)
         assert np.array_equal(result.classes, classes)

@@ -184,6 +184,60 @@ def test_members_that_overlap(tmp_path):
     assert refusal(torch_file.read, tmp_path / "a.pth").endswith("are larger than the file")
 
 
+def test_numbers_that_are_read_wrongly_otherwise(tmp_path):
+    """Big-endian numbers and compressed members are refused."""
+    weights = torch_files.tensors({"w": np.arange(6, dtype=np.float32)})
+    path = torch_files.save(weights, tmp_path / "a.pth")
+    with zipfile.ZipFile(path) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    for changed, compression, text in (
+        ({}, zipfile.ZIP_STORED, None),
+        ({"archive/byteorder": b"big"}, zipfile.ZIP_STORED, "its numbers are not little-endian"),
+        ({}, zipfile.ZIP_DEFLATED, "its members are compressed"),
+    ):
+        with zipfile.ZipFile(path, "w", compression) as file:
+            for name, content in (members | changed).items():
+                file.writestr(name, content)
+        if text is None:
+            assert torch_file.read(path)["w"].tolist() == list(range(6))
+        else:
+            assert refusal(torch_file.read, path).endswith(text)
+
+
+def test_bfloat16_without_pytorch(tmp_path):
+    numbers = np.array([1.0, -2.5, 3e38, np.inf], np.float32)
+    halves = (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.float16).copy()
+    path = torch_files.save(torch_files.tensors({"w": halves}), tmp_path / "a.pth")
+    with zipfile.ZipFile(path) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    data = members["archive/data.pkl"].replace(b"HalfStorage", b"BFloat16Storage")
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in (members | {"archive/data.pkl": data}).items():
+            file.writestr(name, content)
+    array = torch_file.read(path)["w"]
+    assert array.dtype == np.float32 and np.array_equal(
+        array.view(np.uint32) >> 16, halves.view("u2")
+    )
+
+
+def test_a_pickle_with_too_many_instructions(tmp_path, monkeypatch):
+    path = archive(tmp_path / "a.pth", b"\x80\x02(" + b"N" * 1000 + b"t.")
+    assert "no dictionary of tensors" in refusal(torch_file.read, path)
+    monkeypatch.setattr(torch_file, "MOST_INSTRUCTIONS", 1000)
+    assert refusal(torch_file.read, path).endswith("its pickle has too many instructions")
+
+
+def test_a_prefix_of_only_some_names(tmp_path):
+    arrays = {"module.w": np.zeros(2, np.float32), "other.w": np.ones(2, np.float32)}
+    path = torch_files.save(torch_files.tensors(arrays), tmp_path / "a.pth")
+    assert torch_file.read(path).keys() == arrays.keys()
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "a.pth")
+    assert "a.pth: " in refusal(torch_file.read, tmp_path / "a.pth")
+
+
 def test_a_storage_that_is_a_part_of_another_one(tmp_path):
     """Files of the first PyTorch have such storages; their numbers are elsewhere."""
     data = b"\x80\x02(U\x07storagectorch\nFloatStorage\nU\x010NNU\x010K\x01K\x02\x87tQ."
