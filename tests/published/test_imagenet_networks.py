@@ -40,6 +40,13 @@ def test_a_folder_with_a_file_of_pytorch(tmp_path):
     assert loaded.preprocess == dl.Preprocess((256, 256), "rgb", cover=True, crop=(224, 224))
 
 
+def test_a_model_file_keeps_its_preprocessing(tmp_path):
+    net = zoo.resnet18(seed=3)
+    net.preprocess = dl.Preprocess((224, 224), "rgb")
+    dl.save_model(tmp_path / "resnet18.h5", net)
+    assert dl.pretrained("resnet18", folder=tmp_path).preprocess == net.preprocess
+
+
 def test_weights_of_another_network(tmp_path):
     dl.save_weights(dl.Network([dl.Dense(3)], (1, 2, 2)), tmp_path / "resnet18.safetensors")
     refusal(dl.pretrained, "resnet18", folder=tmp_path)

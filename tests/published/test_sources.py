@@ -79,6 +79,13 @@ def test_a_folder_alone_counts(bare_machine):
     assert "expected the weights of resnet18 in this folder, resnet18.safetensors, " in text
 
 
+def test_a_package_without_the_file(bare_machine, monkeypatch):
+    entry = published("mobilenet_v2")._replace(packages={"json": "weights/missing.pth"})
+    monkeypatch.setitem(CATALOG, "mobilenet_v2", entry)
+    path = written(bare_machine / "torch/hub/checkpoints/mobilenet_v2-b0353104.pth")
+    assert sources.find("mobilenet_v2") == (path, "the cache of PyTorch")
+
+
 def test_a_machine_without_weights():
     text = refusal(sources.find, "mobilenet_v2")
     for part in (

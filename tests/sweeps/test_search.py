@@ -253,6 +253,23 @@ def test_a_trial_with_options_outside_the_ranges(read, tmp_path, changed):
     assert "trial-001: expected options in the ranges of " in error and "sweep.toml" in error
 
 
+def test_a_trial_without_a_score_teaches_nothing(read, tmp_path):
+    """A finished trial whose summary is lost counts as a failed one."""
+    proposals = []
+    for state, figures in ((FAILED, None), (COMPLETE, None), (COMPLETE, {"loss": 0.5})):
+        proposer = Proposer(read(), str(tmp_path / f"{state}-{figures is None}"))
+        for number in range(1, 9):
+            options = proposer.options(number)
+            finish(proposer, number, options)
+            if number == 5:
+                folder = proposer.folders[4]._replace(options=options)
+                folder.write(state)
+                with open(f"{folder.path}/summary.json", "w") as file:
+                    json.dump(figures, file)
+        proposals.append(proposer.options(9))
+    assert proposals[0] == proposals[1] == proposals[2]
+
+
 def test_a_judge_continues_with_more_validations(read, tmp_path):
     """A resumed trial has the end that it would have had without the stop."""
     sweep = read(parallel=6, pruner="asha")
@@ -299,6 +316,19 @@ def test_the_hook_ends_a_hopeless_trial(read, tmp_path):
     trainer.validation.store = None
     error = refusal(SearchHook(proposer, number).start, trainer)
     assert error.startswith("[search] metric validation_accuracy: expected validation images (")
+
+
+def test_the_hook_judges_a_trial_again_after_a_rollback(read, tmp_path):
+    sweep = read(parallel=2, pruner="median")
+    trials = search(sweep, tmp_path / "out")
+    number, options, end = next((i, o, end) for i, (o, end) in enumerate(trials, 1) if end)
+    hook = SearchHook(Proposer(sweep, str(tmp_path / "out")), number)
+    hook.start(fake_trainer([1.0] * end))  # the best scores
+    assert hook.pruned_after is None
+    trainer = fake_trainer(scores(options)[:end])
+    trainer.position.rollbacks = 1
+    hook.step(trainer)
+    assert hook.pruned_after == end
 
 
 def test_a_trial_waits_for_those_that_it_knows(read, tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from image_sets import refusal
 
-from mpidl.sweeps import sweep_file
+from mpidl.sweeps import ranges, sweep_file
 from mpidl.training.options.configuration import DECLARED
 
 
@@ -97,6 +97,16 @@ def test_search(read):
     assert not search.is_maximized
     assert search.ranges["random_crop"].values == ("8x8", "9x9")
     assert search.ranges["batch_size"][:4] == ("integers", 32, 256, 32)
+
+
+def test_rounded_numbers_stay_within_the_bounds():
+    """Values have six digits, except for bounds with more digits."""
+    for kind in ("uniform", "log_uniform"):
+        choices = ranges.read({kind: [0.1234564, 0.1234567]}, "x")
+        assert choices.draw(0.0) == 0.1234564 and choices.draw(1 - 2**-53) == 0.1234567
+        choices = ranges.read({kind: [0.1, 0.9]}, "x")
+        value = choices.draw(1 / 3)
+        assert value == float(f"{value:.6g}") and 0.1 < value < 0.9
 
 
 def test_steps(read):
