@@ -48,15 +48,18 @@ def explain_mistakes(job: Job, method: Method, count: int) -> None:
             f"--worst: expected images with a class label each, found none in "
             f"{job.images.describe()}"
         )
-    labels = target_classes(job.net, job.images, "true")
+    try:
+        labels = target_classes(job.net, job.images, "true")
+    except UserError as error:
+        raise UserError(f"--worst: {str(error).removeprefix('target: ')}") from None
     assert labels is not None
-    indices, total, mistakes = _worst(job, labels, count)
+    indices, total, right = _worst(job, labels, count)
     worst = job._replace(images=job.images.subset(indices))
     explained = [
         _explained(worst, method, target_classes(worst.net, worst.images, target))
         for target in ("predicted", "true")
     ]
-    accuracy = f"{total - mistakes} of {total} images are classified correctly"
+    accuracy = f"{right} of {total} images are classified correctly"
     facts = f"{job.images.describe()}. {accuracy}. In each row: an image, the map of the predicted "
     facts += f"class and the map of the true class, by {method.name}."
     path = os.path.join(job.folder, PAGE)
@@ -77,16 +80,21 @@ def judged(net: Network, images: Blocked) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _worst(job, labels, count):
-    """Return the indices of the mistakes to show, the number of images, and that of mistakes."""
-    chances, total = {}, 0  # {index of a mistake: probability of its wrong class}
+    """Return the indices of the mistakes to show, the number of images, and that of right ones.
+
+    An image with NaN scores has no predicted class, and is neither.
+    """
+    chances, total, right = {}, 0, 0  # {index of a mistake: probability of its wrong class}
     for indices, results in by_batch(job.net, job.images, judged, exact=True, **job.options):
         if job.world.rank == 0:
             total += len(indices)
             for i, predicted, chance in zip(indices, *results, strict=True):
-                if predicted >= 0 and predicted != labels[i]:
+                if predicted == labels[i]:
+                    right += 1
+                elif predicted >= 0:
                     chances[int(i)] = float(chance)
     indices = sorted(chances, key=lambda i: (-chances[i], i))[:count]
-    return job.world.broadcast((np.array(indices, np.int64), total, len(chances)))
+    return job.world.broadcast((np.array(indices, np.int64), total, right))
 
 
 def _explained(job, method, classes):

@@ -158,6 +158,14 @@ def test_a_page_without_mistakes(folder):
     assert "The 0 most confident mistakes" in (folder / "none" / "mistakes.html").read_text()
 
 
+def test_images_with_nan_scores_are_not_classified_correctly(folder, tmp_path):
+    net = dl.load_model(folder / "model.h5")[0]
+    net.parameters["dense1.weight"][:, 0] = np.nan
+    dl.save_model(tmp_path / "model.h5", net)
+    result = explain(tmp_path, 1, "out", "--worst", 3, images=[folder / "set"])
+    assert "0 of 39 images are classified correctly" in result.stdout
+
+
 def test_an_image_that_cannot_be_read(folder):
     """Its map is NaN; the maps of the other images are the same."""
     for name in ("ant/00.png", "ant/03.png", "bee/01.png", "cat/02.png"):
@@ -179,6 +187,8 @@ def test_images_of_other_classes_than_those_of_the_network(folder, tmp_path):
     dl.save_model(tmp_path / "model.h5", net)
     explain(tmp_path, 2, "out", images=[folder / "set"])
     assert [row["label"] for row in table(tmp_path / "out")] == sorted(CLASSES * PER_CLASS)
+    result = explain(tmp_path, 2, "out", "--worst", 3, images=[folder / "set"], check=2)
+    assert "--worst: expected classes from 0 to 1, found 0 to 2" in jobs.refusal(result)
 
 
 def test_maps_that_are_not_finite(folder, recwarn):
