@@ -128,7 +128,8 @@ class _Machine:
             stack.append(value_of_call(function, arguments))
         elif name == "BINPERSID":
             stored = stored_of(stack.pop())
-            self.storages[stored.key] = stored
+            if stored is not None:
+                self.storages[stored.key] = stored
             stack.append(stored)
         elif name == "BUILD":
             stack.pop()  # attributes of the object below, such as the versions of modules
@@ -182,7 +183,9 @@ def value_of_call(function: Any, arguments: Any) -> Any:
     if function == Global("collections.OrderedDict"):
         return {}
     if function == Global("torch._utils._rebuild_tensor_v2"):
-        storage, offset, shape, strides = arguments[:4]
+        storage, offset, shape, strides, *rest = arguments
+        if any(rest[2:]):  # marks of a view whose numbers are negated
+            raise ValueError("a tensor is a view that is not supported")
         if not len(strides) == len(shape) <= MOST_AXES:
             raise ValueError("a tensor has an impossible shape")
         return Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
@@ -191,11 +194,16 @@ def value_of_call(function: Any, arguments: Any) -> Any:
     return None
 
 
-def stored_of(reference: Any) -> Stored:
-    """Return the storage to which a persistent reference of a pickle refers."""
-    label, kind, key, _, _, *view = reference
-    if not (label == "storage" and isinstance(kind, Global) and isinstance(key, str)):
-        raise ValueError("it refers to something that is no storage")
+def stored_of(reference: Any) -> Stored | None:
+    """Return the storage to which a persistent reference of a pickle refers.
+
+    Return None if it refers to something else, such as the source of a module.
+    """
+    if reference[0] != "storage":
+        return None
+    _, kind, key, _, _, *view = reference
+    if not (isinstance(kind, Global) and isinstance(key, str)):
+        raise ValueError("a storage has no type or no key")
     name = kind.name.rpartition(".")[2]
     if name not in {*NUMBERS, "BFloat16Storage"}:
         raise ValueError(f"its tensors are stored as {name}")

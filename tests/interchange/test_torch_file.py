@@ -264,3 +264,10 @@ def test_files_of_pytorch(tmp_path, is_new):
         for name, tensor in expected.items():
             wide = tensor.detach().float() if tensor.dtype is torch.bfloat16 else tensor.detach()
             assert np.array_equal(arrays[name], wide.numpy()), name
+    for value, text in (
+        (module, "it has no dictionary of tensors (state_dict)"),
+        ({"w": torch._neg_view(torch.ones(2))}, "a tensor is a view that is not supported"),
+        ({"w": torch.ones(2, dtype=torch.complex64)}, "are stored as ComplexFloatStorage"),
+    ):
+        torch.save(value, tmp_path / "a.pth", _use_new_zipfile_serialization=is_new)
+        assert refusal(torch_file.read, tmp_path / "a.pth").endswith(text)
