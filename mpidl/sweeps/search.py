@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ import numpy as np
 
 from mpidl.core import keyed
 from mpidl.errors import UserError
-from mpidl.files import json_object, write_whole
+from mpidl.files import json_object, reason, write_whole
 from mpidl.report import run_files
 from mpidl.sweeps import trial_folder
 from mpidl.sweeps.ranges import Range
@@ -78,13 +79,15 @@ class Proposer:
         described = {**self.search._asdict(), "optuna": version}
         described["ranges"] = {name: list(r) for name, r in self.search.ranges.items()}
         new = json.loads(json.dumps(described))
+        try:
+            with open(path, "rb") as file:
+                old = json_object(file.read()) or {}
+        except FileNotFoundError:
+            old = {}
+        if old == new:
+            return
         begun = [f.recorded(self.sweep.varied) is not None for f in self.folders]
         if any(folder.state() != trial_folder.WAITING for folder in self.folders):
-            try:
-                with open(path, "rb") as file:
-                    old = json_object(file.read()) or {}
-            except FileNotFoundError:
-                old = {}
             same_version = all(begun) or old.get("optuna") == version
             names = [name for name in new if name != "optuna" or not same_version]
             if changes := [
@@ -96,7 +99,13 @@ class Proposer:
                     f"{self.sweep.path}: the search in {self.out} has begun differently: "
                     f"{'; '.join(changes)}; expected the same, or another --out"
                 )
-        write_whole(path, (json.dumps(new, indent=1) + "\n").encode())
+        # Jobs of an array may start together, so each writes a file of its own first.
+        own_path = f"{path}.{socket.gethostname()}-{os.getpid()}"
+        write_whole(own_path, (json.dumps(new, indent=1) + "\n").encode())
+        try:
+            os.replace(own_path, path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {reason(error)}") from error
 
     def known_trials(self, number: int) -> range:
         """Return the numbers of the trials that a trial knows."""

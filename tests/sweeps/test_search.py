@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -370,6 +372,26 @@ def test_another_search_is_refused(read, tmp_path, monkeypatch):
     Proposer(single_trial, str(out)).check()  # nothing is left to propose
     (out / "search.json").unlink()
     assert "has begun differently: sampler was unset" in refusal(proposer.check)
+
+
+def test_jobs_of_an_array_that_start_together(read, tmp_path, monkeypatch):
+    """Another job records the search while this one does."""
+    proposer, fsync, codes = Proposer(read(), str(tmp_path)), os.fsync, []
+    program = "import sys\nfrom mpidl.sweeps import search, sweep_file\n"
+    program += "search.Proposer(sweep_file.read(sys.argv[1]), sys.argv[2]).check()"
+
+    def slow_fsync(descriptor):
+        fsync(descriptor)
+        if not codes:
+            words = [sys.executable, "-c", program, proposer.sweep.path, str(tmp_path)]
+            codes.append(subprocess.run(words).returncode)
+
+    monkeypatch.setattr(os, "fsync", slow_fsync)
+    proposer.check()
+    assert codes == [0]
+    assert sorted(os.listdir(tmp_path)) == ["search.json", "sweep.toml"]
+    monkeypatch.setattr(os, "replace", None)  # nothing is written again
+    Proposer(read(), str(tmp_path)).check()
 
 
 def test_without_optuna(read, tmp_path, monkeypatch):
