@@ -236,6 +236,22 @@ def test_the_factors_of_layers_reach_the_optimizer():
         assert decay == (1.0 if name.endswith(".weight") else 0.0)
 
 
+@pytest.mark.parametrize("layer", [dl.BatchNorm, dl.LayerNorm, dl.InstanceNorm, dl.GroupNorm])
+def test_the_factors_of_scale_and_offset(layer):
+    groups = (2,) if layer is dl.GroupNorm else ()
+    rates = {"scale_learn_rate_factor": 4.0, "offset_learn_rate_factor": 3.0}
+    decays = {"scale_l2_factor": 0.5, "offset_l2_factor": 0.25}
+    norm = layer(*groups, **rates, **decays, name="norm")
+    factors = dl.Network([dl.Conv2D(3, 4), norm], SHAPE).factors
+    for name, rate, decay in (("norm.gamma", 4, 0.5), ("norm.beta", 3, 0.25)):
+        assert factors["learning_rate_factors"][name] == rate
+        assert factors["l2_factors"][name] == decay
+    scale = dl.Scale(scale_learn_rate_factor=5.0, scale_l2_factor=0.5, name="scale")
+    factors = dl.Network([scale], SHAPE).factors
+    assert factors["learning_rate_factors"] == {"scale.scale": 5}
+    assert factors["l2_factors"] == {"scale.scale": 0.5}
+
+
 def test_training_keeps_frozen_layers_and_applies_factors(world):
     """In `dl.train`, frozen layers keep their bytes, and a factor multiplies the learning rate."""
     images = (numbers("train", 48, *SHAPE, low=0) * 255).astype(np.uint8)
