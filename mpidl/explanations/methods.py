@@ -207,19 +207,19 @@ def image_gradient(net: Network, images: Blocked, classes: np.ndarray) -> np.nda
 
 def pixels_of(baseline: Baseline, net: Network) -> np.ndarray:
     """Return the baseline as an image (C, H, W); raise UserError if it is none."""
-    wanted = f"a number, one per channel, or an image of shape {net.input_shape}"
+    valid = f"a number, one per channel, or an image of shape {net.input_shape}"
     try:
         with np.errstate(over="ignore"):
             values = np.asarray(baseline, np.float32)
     except (TypeError, ValueError):
-        raise UserError(f"baseline: expected {wanted}, got {baseline!r:.40}") from None
+        raise UserError(f"baseline: expected {valid}, got {baseline!r:.40}") from None
     if not np.isfinite(values).all():
         raise UserError(f"baseline: expected finite pixels, got {np.asarray(baseline)!s:.40}")
     values = values[:, None, None] if values.ndim == 1 else values
     try:
         return np.broadcast_to(values, net.input_shape)
     except ValueError:
-        raise UserError(f"baseline: expected {wanted}, got shape {np.shape(baseline)}") from None
+        raise UserError(f"baseline: expected {valid}, got shape {np.shape(baseline)}") from None
 
 
 def resized(values: np.ndarray, size: Sequence[int]) -> np.ndarray:
