@@ -76,11 +76,11 @@ def integer(name: str, option: str, value: Any, minimum: int = 1) -> int:
     return value
 
 
-def _is_integer(value: Any, minimum: int) -> TypeGuard[int]:
+def _is_integer(value: Any, minimum: int | None) -> TypeGuard[int]:
     return (
         isinstance(value, numbers.Integral)
         and not isinstance(value, bool)
-        and int(value) >= minimum
+        and (minimum is None or int(value) >= minimum)
     )
 
 
@@ -104,7 +104,13 @@ def pair(name: str, option: str, value: Any, minimum: int) -> Pair:
     return both
 
 
-def pads(name: str, value: Any, option: str = "padding", alternative: str = "") -> Sides:
+def pads(
+    name: str,
+    value: Any,
+    option: str = "padding",
+    alternative: str = "",
+    minimum: int | None = 0,
+) -> Sides:
     """Return padding as ((top, bottom), (left, right)).
 
     Parameters
@@ -113,17 +119,20 @@ def pads(name: str, value: Any, option: str = "padding", alternative: str = "") 
         An integer, (down, across) or ((top, bottom), (left, right)), in pixels.
     option, alternative
         Name of the option and a further form of the value, for error messages.
+    minimum
+        The lowest number of pixels, or None if the numbers may be negative.
 
     Raises
     ------
     ValueError
-        If the value has another form or contains a negative number.
+        If the value has another form or contains a number below the minimum.
     """
     both = tuple(as_pair(v) for v in as_pair(value))
     sides = [v for axis in both for v in axis]
-    if len(both) != 2 or len(sides) != 4 or not all(_is_integer(v, 0) for v in sides):
+    if len(both) != 2 or len(sides) != 4 or not all(_is_integer(v, minimum) for v in sides):
+        bound = "" if minimum is None else f" >= {minimum}"
         raise ValueError(
-            f"{name}: {option} must be an integer >= 0, (down, across) or ((top, bottom), (left, "
+            f"{name}: {option} must be an integer{bound}, (down, across) or ((top, bottom), (left, "
             f"right)){alternative}, got {value!r}"
         )
     return both

@@ -6,9 +6,8 @@ import numpy as np
 
 from mpidl import ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value, layer_class
-from mpidl.ops import check
 from mpidl.ops.channels import check_groups, check_slice
-from mpidl.ops.pad import check_value
+from mpidl.ops.pad import check_sides, check_value
 
 __all__ = ["ChannelShuffle", "ChannelSlice", "Flatten", "Pad2D"]
 
@@ -26,13 +25,13 @@ class Flatten(Layer):
 
 @layer_class
 class Pad2D(Layer):
-    """Padding, which surrounds images with pixels of a constant value.
+    """Padding, which surrounds images with pixels of a constant value, or removes pixels.
 
     Parameters
     ----------
     padding
         Number of pixels to add at each side: an integer, (down, across) or
-        ((top, bottom), (left, right)).
+        ((top, bottom), (left, right)). A negative number removes pixels.
     value
         Value of the new pixels.
     """
@@ -44,7 +43,7 @@ class Pad2D(Layer):
         if len(shape) != 3:
             raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
         check_value(str(self.name), self.value)
-        rows, columns = check.pads(str(self.name), self.padding)
+        rows, columns = check_sides(str(self.name), self.padding, shape)
         return Built((shape[0], shape[1] + sum(rows), shape[2] + sum(columns)))
 
     def forward(self, x: Value, context: LayerContext) -> Value:
