@@ -18,6 +18,8 @@ from mpidl.errors import UserError
 from mpidl.interchange import timm_names
 from mpidl.nn import Network
 from mpidl.nn.layers import (
+    GRU,
+    LSTM,
     BatchNorm,
     Conv2D,
     GroupNorm,
@@ -40,6 +42,17 @@ NORMALIZATION = {
     "running_var": "variance",
 }
 COUNTER = "num_batches_tracked"
+# {array name in PyTorch's LSTM and GRU, without its suffix: name in mpidl}. A suffix is a layer of
+# mpidl: weight_ih_l1_reverse of the module rnn is an array of the layer rnn_l1_reverse, and
+# weight_ih_l0 of rnn_l0 or rnn. The two biases of an LSTM are added.
+RECURRENT = {
+    "weight_ih": "weight",
+    "weight_hh": "recurrent_weight",
+    "bias_ih": "bias",
+    "bias_hh": "recurrent_bias",
+}
+RECURRENT_ARRAY = r"(weight_ih|weight_hh|bias_ih|bias_hh)_(l\d{1,4}(?:_reverse)?)"
+RECURRENT_LAYER = r"(.+)_(l\d{1,4}(?:_reverse)?)"
 SLOPE = {"weight": "slope"}  # {array name in PyTorch's PReLU: name in mpidl}
 LAYER_SCALE = ("layer_scale", "gamma")  # names of ConvNeXt's scale in torchvision and timm
 LINEAR = r"features_\d+_\d+_block_[35]"  # 1x1 convolutions that are linear layers in torchvision
@@ -121,6 +134,11 @@ def rename(names: Names, net: Network) -> Rename:
             return None
         if array in LAYER_SCALE and f"{layer}_layer_scale.scale" in net.parameters:
             return f"{layer}_layer_scale.scale"
+        recurrent = re.fullmatch(RECURRENT_ARRAY, array)
+        if recurrent is not None:
+            part = f"{layer}_{recurrent[2]}"
+            is_alone = recurrent[2] == "l0" and part not in net.layer_names
+            return f"{layer if is_alone else part}.{RECURRENT[recurrent[1]]}"
         if f"{layer}.gamma" in net.parameters:
             array = NORMALIZATION.get(array, array)
         elif f"{layer}.slope" in net.parameters:
@@ -130,10 +148,54 @@ def rename(names: Names, net: Network) -> Rename:
     return of_library
 
 
-def torchvision_counters(net: Network) -> list[str]:
-    """Return the names of the counters in PyTorch's batch normalization layers."""
-    names = [layer.name or "" for layer in net.layers if isinstance(layer, BatchNorm)]
-    return [f"{_module_of(name)}.{COUNTER}" for name in names]
+def with_recurrent_arrays(
+    net: Network, renamed: Mapping[str, tuple[str, np.ndarray]]
+) -> dict[str, tuple[str, np.ndarray]]:
+    """Convert PyTorch's arrays of recurrent layers to those of the network.
+
+    `renamed` and the result are {name in the network: (name in the file, array)}. The input weight
+    (4U, F) becomes filters (4U, C, 1, W), and the two biases of an LSTM become their sum, or are
+    removed if one is missing. Other arrays are not changed.
+    """
+    converted = dict(renamed)
+    for layer in net.layers:
+        if isinstance(layer, LSTM | GRU):
+            key = f"{layer.name}.weight"
+            name, array = renamed.get(key, ("", np.zeros(0)))
+            shape = net.parameters[key].shape
+            if array.shape == (shape[0], shape[1] * shape[3]):
+                converted[key] = name, array.reshape(shape)
+        if isinstance(layer, LSTM):
+            keys = [f"{layer.name}.{name}" for name in ("bias", "recurrent_bias")]
+            biases = [renamed[key] for key in keys if key in renamed]
+            if any(re.search(rf"(\A|\.){RECURRENT_ARRAY}\Z", name) for name, _ in biases):
+                converted = {k: entry for k, entry in converted.items() if k not in keys}
+                converted |= {keys[0]: _sum(biases)} if len(biases) == 2 else {}
+    return converted
+
+
+def _sum(biases):
+    """Return (name, sum) of [(name, array), ...]. If an array is no vector, return it instead."""
+    for name, array in biases:
+        is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+        if not is_float or array.ndim != 1 or len(array) != len(biases[0][1]):
+            return name, array
+    return biases[0][0], np.sum([array.astype(np.float64) for _, array in biases], axis=0)
+
+
+def torchvision_additions(net: Network) -> dict[str, np.ndarray]:
+    """Return PyTorch's arrays that mpidl's layers lack: {name: zeros}.
+
+    These are the counters of batch normalization, and the second biases of an LSTM.
+    """
+    arrays = {}
+    for layer in net.layers:
+        if isinstance(layer, BatchNorm):
+            arrays[f"{_module_of(str(layer.name))}.{COUNTER}"] = np.zeros((), np.int64)
+        if isinstance(layer, LSTM) and layer.bias:
+            name = torchvision_name(f"{layer.name}.recurrent_bias", net)
+            arrays[name] = np.zeros_like(net.parameters[f"{layer.name}.bias"])
+    return arrays
 
 
 def torchvision_name(name: str, net: Network) -> str:
@@ -143,6 +205,10 @@ def torchvision_name(name: str, net: Network) -> str:
         array = next(key for key, value in NORMALIZATION.items() if value == array)
     elif isinstance(net[layer], PReLU):
         array = "weight"
+    elif isinstance(net[layer], LSTM | GRU):
+        match = re.fullmatch(RECURRENT_LAYER, layer)
+        layer, suffix = (match[1], match[2]) if match else (layer, "l0")
+        array = f"{next(key for key, value in RECURRENT.items() if value == array)}_{suffix}"
     return f"{_module_of(layer)}.{array}"
 
 
@@ -151,6 +217,8 @@ def torchvision_array(name: str, net: Network, array: np.ndarray) -> tuple[str, 
     layer, _, kind = name.rpartition(".")
     if isinstance(net[layer], Conv2D) and kind == "weight" and re.fullmatch(LINEAR, layer):
         array = array.reshape(array.shape[:2])
+    if isinstance(net[layer], LSTM | GRU) and array.ndim == 4:
+        array = array.reshape(len(array), -1)
     if isinstance(net[layer], Scale) and layer.endswith("_layer_scale"):
         module = _module_of(layer.removesuffix("_layer_scale"))
         return f"{module}.{LAYER_SCALE[0]}", array.reshape(-1, 1, 1)

@@ -50,7 +50,8 @@ def load_weights(
 
     The file must contain exactly one array for each array of the learnables and the state. Arrays
     of any float type are converted to float32. The weight of a fully connected layer may also have
-    the shape (K, C, H, W) of a convolution.
+    the shape (K, C, H, W) of a convolution, and the input weight of an LSTM or GRU the shape
+    (4U, C*W) or (3U, C*W) of PyTorch, whose two biases of an LSTM are added.
 
     If the network has no normalization, it gets the normalization that the weights expect: the
     caller's choice, the one that mpidl stored in the file, or the published one if the names
@@ -178,8 +179,7 @@ def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl
             raise UserError(f"{printable(path)}: two arrays would have the name {new_name}")
         arrays[new_name] = np.ascontiguousarray(array)
     if names == "torchvision":
-        counters = weight_names.torchvision_counters(net)
-        arrays |= dict.fromkeys(counters, np.zeros((), np.int64))
+        arrays |= weight_names.torchvision_additions(net)
     scaling = {} if net.normalization is None else net.normalization.arrays()
     metadata = _metadata(model_file.description_of(net), scaling)
     write_whole(path, safetensors.save(arrays, metadata))
@@ -266,7 +266,7 @@ def rename(
                 f"both {printable(new_name)} in the network"
             )
         renamed[new_name] = name, array
-    return renamed
+    return weight_names.with_recurrent_arrays(net, renamed)
 
 
 def _differences(net: Network, renamed: Mapping[str, tuple[str, np.ndarray]]) -> list[str]:
