@@ -2,8 +2,8 @@
 
 For each ONNX operator, a function reads a `Node`, adds layers to a `Builder` and returns the Value
 that the node computes. The function raises Unsupported if mpidl has no layers for the node. The
-functions are in `onnx_operators`, `onnx_elementwise` and `onnx_shapes`. All shapes refer to one
-image, without the mini-batch dimension.
+functions are in `onnx_operators` and in modules of other families. All shapes refer to one image,
+without the mini-batch dimension.
 """
 
 from __future__ import annotations
@@ -11,77 +11,20 @@ from __future__ import annotations
 import collections
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from mpidl.interchange import onnx_file
+from mpidl.interchange.onnx_file import BATCH
+from mpidl.interchange.onnx_values import Unsupported, Value
 from mpidl.nn import construction, graph
 from mpidl.nn import layers as nn
 
-BATCH = -(1 << 62)  # placeholder for the mini-batch size in computed shapes
 MAX_VALUES = 1 << 28  # maximum number of values that a layer may compute from an image
+RECURRENT = nn.LSTM | nn.GRU
 UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # epsilon + variance is 1: no scaling
-
-
-class Unsupported(Exception):
-    """Raised for a node that mpidl has no layers for. The message states the reason."""
-
-
-class Value(NamedTuple):
-    """A value in the graph that depends on the images."""
-
-    layer: str  # name of the layer that computes the value, and shape of the layer's output
-    shape: tuple[int, ...]
-    # Order of the axes in the graph, if it differs from the layer's order: (1, 2, 0) if the
-    # graph's value has axes (H, W, C) and the layer's output has axes (C, H, W). Empty if the
-    # orders agree.
-    order: tuple[int, ...] = ()
-    # Shape (C, H, W) before flattening, if the value is a vector and `order` is not empty.
-    image: tuple[int, ...] = ()
-    # Whether the value is (C, 1, 1) in the graph, and the layer's output has the shape (C,). Only
-    # products accept this, as gates of channels.
-    is_unsqueezed: bool = False
-    # (groups, channels per group) if the channels are two axes in the graph, or (groups, numbers
-    # per group) if these two axes are all axes of an image.
-    groups: tuple[int, ...] = ()
-
-    def graph_shape(self) -> tuple[int, ...]:
-        """Return the shape of the value with the graph's order of axes."""
-        if self.groups:
-            pixels = self.shape[1:] if math.prod(self.groups) == self.shape[0] else ()
-            return *self.groups, *pixels
-        return tuple(self.shape[i] for i in self.order) if self.is_permuted() else self.shape
-
-    def is_permuted(self) -> bool:
-        """Return whether the value is an image with another order of axes in the graph."""
-        return bool(self.order) and not self.image
-
-    def axes(self, numbers: Sequence[int]) -> list[int]:
-        """Map axes in the graph, where 0 is the mini-batch, to axes of the layer's output, from 0.
-
-        Raise Unsupported for the mini-batch axis.
-        """
-        count = 1 + len(self.shape)
-        axes = [int(n) % count - 1 for n in numbers if -count <= n < count]
-        if len(axes) < len(numbers) or min(axes, default=0) < 0:
-            raise Unsupported(f"axes are {list(numbers)} of {('N', *self.graph_shape())}")
-        return [self.order[a] if self.is_permuted() else a for a in axes]
-
-    def to_layer(self, values: np.ndarray) -> np.ndarray:
-        """Reorder the last axes of an array from the graph's order to the layer's order."""
-        if not self.order:
-            return values
-        inverse = [self.order.index(i) for i in range(3)]
-        if self.is_permuted():
-            lead = values.ndim - 3
-            return values.transpose(*range(lead), *(lead + i for i in inverse))
-        lead_shape = values.shape[:-1]
-        lead = len(lead_shape)
-        images = values.reshape(*lead_shape, *(self.image[i] for i in self.order))
-        images = images.transpose(*range(lead), *(lead + i for i in inverse))
-        return images.reshape(values.shape)
 
 
 class Node:
@@ -119,7 +62,7 @@ class Node:
     def value(self, i: int = 0, any_order: bool = False, any_groups: bool = False) -> Value:
         """Return input i. Raise Unsupported unless the input depends on the images.
 
-        Unless `any_order` is True, the axes of the input must also have the order (C, H, W). Unless
+        Unless `any_order` is True, the axes of the input must also be (N, C, H, W). Unless
         `any_groups` is True, the channels must be one axis.
         """
         value = self.input(i)
@@ -127,6 +70,8 @@ class Node:
             raise Unsupported(f"input {i} is constant")
         if value.order and not any_order:
             raise Unsupported(f"input {i} is transposed")
+        if value.layout and not any_order:
+            raise Unsupported(f"input {i} has the shape {value.text()}, expected images")
         if value.groups and not any_groups:
             raise Unsupported(f"input {i} has two axes of channels")
         return value
@@ -166,6 +111,8 @@ class Builder:
         self._used_names, self._last_numbers = {graph.IMAGES}, collections.Counter[str]()
         self.readers = collections.Counter(n for node in model.nodes for n in node.input)
         self.readers[model.output] += 1
+        shapes = (node for node in model.nodes if node.op_type == "Shape")
+        self._measured = collections.Counter(name for node in shapes for name in node.input)
 
     def add(self, node: Node, layer: Any, reads: list[Value], **arrays: np.ndarray) -> Value:
         """Add a layer with its arrays, and return its output with the same order as its input.
@@ -207,6 +154,29 @@ class Builder:
             return None
         self.layers.pop()
         return self.reads.pop(x.layer)[0]
+
+    def remove_unread(self, output: Value) -> None:
+        """Remove the layers on which the output does not depend.
+
+        Operators of recurrent layers add layers for outputs of which the graph may read a part.
+        """
+        names, layers = {output.layer}, []
+        for layer in reversed(self.layers):
+            if layer.name in names:
+                names.update(value.layer for value in self.reads[layer.name])
+                layers.append(layer)
+        if len(layers) == len(self.layers):
+            return
+        self.layers = layers[::-1]
+        for before, layer in zip([None, *self.layers], self.layers, strict=False):
+            if graph.input_names(layer) is None:
+                (value,) = self.reads[layer.name]
+                is_next = value.layer == (before.name if before else graph.IMAGES)
+                layer.after = None if is_next else value.layer
+
+    def layer_of(self, x: Value) -> Any:
+        """Return the layer that computes x, or None for the images."""
+        return next((layer for layer in self.layers if layer.name == x.layer), None)
 
     def _unique_name(self, name):
         name = re.sub(r"[^0-9A-Za-z]+", "_", name).strip("_") or "layer"
@@ -260,9 +230,13 @@ class Builder:
             self.arrays[f"{x.layer}.{name}"] = new.astype(np.float32)
 
     def is_read_once(self, x: Value) -> bool:
-        """Return whether a value is read exactly once, counting reads under all of its names."""
+        """Return whether a value is read exactly once, counting reads under all of its names.
+
+        A node that computes only the shape of the value does not count.
+        """
         names = self.tensors[x.layer]
-        return sum(self.readers[name] for name in names) - (len(names) - 1) == 1
+        reads = sum(self.readers[name] - self._measured[name] for name in names)
+        return reads - (len(names) - 1) == 1
 
     def add_bias(self, x: Value, bias: np.ndarray) -> Value | None:
         """Add a bias to the layer that computes x, and return x.
@@ -273,7 +247,7 @@ class Builder:
         layer = self.layers[-1] if self.layers else None
         if layer is None or layer.name != x.layer or not self.is_read_once(x):
             return None
-        if not isinstance(layer, nn.Weighted) or layer.bias:
+        if not isinstance(layer, nn.Weighted) or isinstance(layer, RECURRENT) or layer.bias:
             return None
         layer.bias = True
         self.arrays[f"{layer.name}.bias"] = per_channel(bias, x).astype(np.float32)
@@ -285,15 +259,32 @@ def _broadcast(values, x):
 
     The result is float64 and has the same number of axes as the layer's output.
     """
-    values, shape = np.asarray(values, np.float64), x.graph_shape()
-    sizes = (1,) * (1 + len(shape) - values.ndim) + values.shape
-    fits = len(sizes) == 1 + len(shape) and sizes[0] == 1
-    if not fits or any(n not in (1, m) for n, m in zip(sizes[1:], shape, strict=True)):
-        raise Unsupported(f"constants of shape {values.shape} for a value of {('N', *shape)}")
+    values, shape = np.asarray(values, np.float64), x.full_shape(1)
+    sizes = (1,) * (len(shape) - values.ndim) + values.shape
+    if len(sizes) != len(shape) or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
+        raise Unsupported(f"constants of shape {values.shape} for a value of {x.text()}")
     if (abs(values) >= -BATCH / 2).any():
         raise Unsupported("it computes with the number of images, or with enormous constants")
+    if x.layout:
+        return _by_letters(values.reshape(sizes), x)
     values = values.reshape(sizes[1:])
     return values if values.size == 1 else x.to_layer(values)
+
+
+def _by_letters(values, x):
+    """Reorder constants, one axis per axis of the graph, to the axes of the layer's output."""
+    shape = [
+        x.size(letter) if size > 1 else 1
+        for axis, size in zip(x.layout, values.shape, strict=True)
+        for letter in axis
+    ]
+    letters = "".join(x.layout)
+    if any(letter not in "NCHW" for letter in letters):
+        raise Unsupported(f"constants of shape {values.shape} for a value of {x.text()}")
+    values = values.reshape(shape)
+    values = values.transpose([letters.index(letter) for letter in "NCHW" if letter in letters])
+    numbers = dict(zip([a for a in "NCHW" if a in letters], values.shape, strict=True))
+    return values.reshape([numbers.get(letter, 1) for letter in "CHW"[: len(x.shape)]])
 
 
 def per_channel(values: np.ndarray, x: Value) -> np.ndarray:
@@ -301,8 +292,8 @@ def per_channel(values: np.ndarray, x: Value) -> np.ndarray:
     numbers = _broadcast(values, x)
     if numbers.size > 1 and numbers.size != len(numbers):
         raise Unsupported(
-            f"constants of shape {np.shape(values)} for a value of {('N', *x.graph_shape())}: "
-            "expected a number per channel"
+            f"constants of shape {np.shape(values)} for a value of {x.text()}: expected a number "
+            "per channel"
         )
     return np.array(np.broadcast_to(numbers.ravel(), x.shape[:1]))
 

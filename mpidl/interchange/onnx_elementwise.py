@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpidl.interchange.onnx_builder import Unsupported, Value, operator, per_channel
+from mpidl.interchange.onnx_builder import operator, per_channel
+from mpidl.interchange.onnx_values import Unsupported, Value
 from mpidl.nn import layers as nn
 
 SIMPLE = {
@@ -126,7 +127,7 @@ def _cast(node, builder):
 
 def same_order(values: Sequence[Value]) -> Sequence[Value]:
     """Return the values. Raise Unsupported unless all values have the same order of axes."""
-    if len({(value.order, value.image) for value in values}) > 1:
+    if len({(value.order, value.image, value.layout) for value in values}) > 1:
         raise Unsupported("its inputs have different orders of axes")
     return values
 

@@ -22,6 +22,7 @@ from mpidl.files import write_whole
 from mpidl.interchange import input_pixels
 from mpidl.interchange.input_pixels import Scaling
 from mpidl.interchange.onnx_file import Model
+from mpidl.interchange.onnx_gates import from_onnx, to_onnx
 from mpidl.interchange.weights import DAMAGES, library
 from mpidl.nn import Network
 from mpidl.nn import layers as nn
@@ -92,6 +93,12 @@ def _is_of_pixels(layer, shape):
     return layer.over == "channels" and len(shape) == 3
 
 
+def _recurrent(layer, shape):
+    if layer.returns == "last":
+        return "Squeeze", {}  # after the node that computes the last state; see FIRST_NODES
+    return "Transpose", {"perm": [2, 3, 0, 1]}
+
+
 def _resize(layer, shape):
     rule = checked_rule(layer.name, layer.mode, layer.coordinates, layer.rounding)
     return "Resize", {
@@ -147,6 +154,8 @@ OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]
     nn.Sigmoid: lambda layer, shape: ("Sigmoid", {}),
     nn.GELU: lambda layer, shape: ("Gelu", {"approximate": layer.approximate}),
     nn.Softmax: lambda layer, shape: ("Softmax", {"axis": 1}),
+    nn.LSTM: _recurrent,
+    nn.GRU: _recurrent,
     nn.MaxPool2D: lambda layer, shape: ("MaxPool", _window(layer, shape)),
     nn.AveragePool2D: lambda layer, shape: (
         "AveragePool",
@@ -170,7 +179,7 @@ OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]
 
 
 def _pads(layer, shape):
-    top, left, bottom, right = _sides(check.pads(layer.name, layer.padding))
+    top, left, bottom, right = _sides(check.pads(layer.name, layer.padding, minimum=None))
     pads = np.array([0, 0, top, left, 0, 0, bottom, right])
     return {"pads": pads, "value": np.float32(layer.value)}
 
@@ -178,6 +187,11 @@ def _pads(layer, shape):
 def _clip_limits(layer, shape):
     limits = {"low": np.float32(layer.low), "high": np.float32(layer.high)}
     return {name: limit if np.isfinite(limit) else None for name, limit in limits.items()}
+
+
+def _steps(layer, shape):
+    sizes = {"steps": np.array([0, 0, shape[0] * shape[2]], np.int64)}
+    return sizes | ({"direction": np.array([0], np.int64)} if layer.returns == "last" else {})
 
 
 def _sizes(layer, shape):
@@ -230,8 +244,10 @@ CONSTANTS: dict[type[nn.Layer], Callable[[Any, Shape], dict[str, Any]]] = {
     nn.ChannelSlice: _channel_range,
     nn.Clip: _clip_limits,
     nn.GroupNorm: _grouped,
+    nn.GRU: _steps,
     nn.InstanceNorm: _unit_factors,
     nn.LayerNorm: _unit_factors,
+    nn.LSTM: _steps,
     nn.Pad2D: _pads,
     nn.Resize2D: _sizes,
 }
@@ -284,17 +300,38 @@ def _before_offset(layer, shape, inputs, add):
     return [add("Mul", [x, gamma], f"{layer.name}.scaled"), beta]
 
 
+def _before_images(layer, shape, inputs, add):
+    """Add the recurrent node, between the nodes that move the steps before the mini-batch and back.
+
+    Its input is (steps, N, C*W). Its outputs are all states (steps, 1, N, units), and the last one.
+    """
+    x, weight, recurrent_weight, *biases, steps = inputs[: len(inputs) - (layer.returns == "last")]
+    x = add("Transpose", [x], f"{layer.name}.steps_first", perm=[2, 0, 1, 3])
+    x = add("Reshape", [x, steps], f"{layer.name}.rows")
+    attributes = {"hidden_size": layer.units}
+    attributes |= {"direction": "reverse"} if layer.reverse else {}
+    attributes |= {"linear_before_reset": 1} if isinstance(layer, nn.GRU) else {}
+    operator, weights = type(layer).__name__, [weight, recurrent_weight, *biases[:1]]
+    if layer.returns == "last":
+        y = add(operator, [x, *weights], f"{layer.name}.last", omitted=1, **attributes)
+        return [y, inputs[-1]]
+    return [add(operator, [x, *weights], f"{layer.name}.states", **attributes)]
+
+
 def _before_product(layer, shape, inputs, add):
     return [*inputs, add("Sigmoid", inputs, f"{layer.name}.sigmoid")]
 
 
 # {layer class: function(layer, shape of its first input, inputs, add) -> inputs of its last node},
-# for layers of several nodes. `add` adds a node and returns the name of its output.
+# for layers of several nodes. `add` adds a node and returns the name of its output. Its argument
+# `omitted` is the number of outputs before it.
 FIRST_NODES: dict[type[nn.Layer], Callable[..., list[str]]] = {
     nn.AdaptiveAveragePool2D: _before_pooling,
     nn.ChannelShuffle: _before_shuffle,
     nn.GroupNorm: _before_offset,
+    nn.GRU: _before_images,
     nn.LayerNorm: _before_channels_first,
+    nn.LSTM: _before_images,
     nn.Swish: _before_product,
 }
 
@@ -336,7 +373,7 @@ def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool
     net = net.on(None)
     if net.normalization is not None and not net.normalization.is_known:
         normalize_images = False
-    arrays = _broadcastable(net, net.parameters) | net.state
+    arrays = _file_arrays(net, net.parameters) | net.state
     arrays |= _scaling(net) if normalize_images else {}
     if sum(array.nbytes for array in arrays.values()) >= 1 << 31:
         raise UserError(f"{printable(path)}: expected a network of less than 2 GiB")
@@ -385,16 +422,44 @@ OF_CHANNELS: dict[type[nn.Layer], tuple[str, ...]] = {
 }
 
 
-def _broadcastable(net, arrays):
-    """Return learnables of channels, reshaped to (C, 1, 1), so that ONNX can broadcast them."""
-    shapes, reshaped = dict(zip(net.layer_names, net.output_shapes, strict=True)), dict(arrays)
+def _file_arrays(net, arrays):
+    """Return the learnables as the file has them.
+
+    Learnables of channels are reshaped to (C, 1, 1), so that ONNX can broadcast them. Those of
+    recurrent layers are W, R and B of ONNX.
+    """
+    shapes, converted = dict(zip(net.layer_names, net.output_shapes, strict=True)), dict(arrays)
     for layer in net.layers:
         names = OF_CHANNELS.get(type(layer), ())
         for name in (f"{layer.name}.{name}" for name in names):
-            if name in reshaped:
+            if name in converted:
                 axes_after = len(shapes[layer.name]) - 1
-                reshaped[name] = reshaped[name].reshape(-1, *(1,) * axes_after)
-    return reshaped
+                converted[name] = converted[name].reshape(-1, *(1,) * axes_after)
+        if isinstance(layer, nn.LSTM | nn.GRU):
+            prefix = f"{layer.name}."
+            learnables = {
+                name.removeprefix(prefix): converted.pop(name)
+                for name in arrays
+                if name.startswith(prefix)
+            }
+            written = to_onnx(layer, learnables)
+            converted |= {prefix + name: array for name, array in written.items()}
+    return converted
+
+
+def _learnables(net, arrays):
+    """Return the learnables, given the arrays of the file; see `_file_arrays`."""
+    learnables = dict(arrays)
+    for layer in net.layers:
+        if isinstance(layer, nn.LSTM | nn.GRU):
+            names = [f"{layer.name}.{n}" for n in ("weight", "recurrent_weight", "bias")]
+            weight, recurrent, *bias = (arrays[n][0] for n in names if n in net.parameters)
+            written = from_onnx(layer, weight, recurrent, bias[0] if bias else None)
+            learnables |= {f"{layer.name}.{name}": array for name, array in written.items()}
+    return {
+        name: _float32(learnables[name]).reshape(value.shape)
+        for name, value in net.parameters.items()
+    }
 
 
 def _factors(layer, ranks, inputs, add):
@@ -412,8 +477,9 @@ def _nodes(onnx, net, normalize_images):
     """Return the nodes of the graph."""
     nodes, names = [], {IMAGES: IMAGES}
 
-    def add(operator, inputs, output, **attributes):
-        nodes.append(onnx.helper.make_node(operator, inputs, [output], output, **attributes))
+    def add(operator, inputs, output, omitted=0, **attributes):
+        outputs = [*[""] * omitted, output]
+        nodes.append(onnx.helper.make_node(operator, inputs, outputs, output, **attributes))
         return output
 
     if normalize_images:
@@ -494,13 +560,10 @@ def restored(model: Model) -> Network | None:
             net.normalization = stored_normalization(model, None)
         if net.input_shape != model.image_shape:
             return None
-        shapes = {k: v.shape for k, v in _broadcastable(net, net.parameters).items()}
+        shapes = {k: v.shape for k, v in _file_arrays(net, net.parameters).items()}
         if any(arrays[name].shape != shape for name, shape in shapes.items()):
             return None
-        net.parameters = {
-            name: _float32(arrays[name]).reshape(value.shape)
-            for name, value in net.parameters.items()
-        }
+        net.parameters = _learnables(net, arrays)
         net.state = {name: _float32(arrays[name]) for name in net.state}
         net.unwhitened = description.get("unwhitened", [])
         expected = _nodes(library("onnx", "", "onnx"), net, is_normalized)

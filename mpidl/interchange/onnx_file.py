@@ -21,11 +21,14 @@ from mpidl.interchange.weights import library
 from mpidl.text import printable
 
 OLDEST_OPSET = 7
+BATCH = -(1 << 62)  # placeholder for the mini-batch size in computed shapes
 FLOAT = 1  # ONNX's code for the type float32
 LARGE = 1024  # number of elements; ONNX needs only smaller constants to infer shapes
 MAX_ELEMENTS = (4 << 30) // 8  # of all computed constants together: 4 GiB, 8 bytes an element
 LARGEST = 1 << 16  # maximum accepted number of channels, rows or columns of an image
 CHANNELS_LAST = (1, 2, 0)
+BEFORE_RECURRENT = ("Add", "Cast", "Div", "Dropout", "Gelu", "Identity", "LayerNormalization")
+BEFORE_RECURRENT += ("LeakyRelu", "MatMul", "Mul", "Relu", "Sigmoid", "Sub", "Tanh")
 BEFORE_TRANSPOSE = ("Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub")
 FOLDABLE = frozenset(
     """
@@ -45,6 +48,9 @@ class Model(NamedTuple):
     image_shape: tuple[int, ...]  # shape (C, H, W) of an image
     # (1, 2, 0) if the input is (N, H, W, C) and the graph transposes it first. Empty otherwise.
     order: tuple[int, ...]
+    # Letters of the axes of an image for each axis of an input with 3 axes (see `Value.layout`):
+    # (N, steps, features) or (steps, N, features). Empty for images.
+    layout: tuple[str, ...]
     batch: int  # number of images in a mini-batch, or 0 if the file does not fix this number
     output: str
     shapes: dict[str, str]  # {name: text} of the shapes that ONNX infers, for messages
@@ -93,7 +99,7 @@ def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = Non
         raise UserError(f"{printable(path)}: expected a network with one output, found {names}")
     output = proto.graph.output[0].name
     nodes = _ancestors(proto.graph.node, output)
-    images, (batch, *image_shape), order = _image_input(
+    images, (batch, *image_shape), order, layout = _image_input(
         proto.graph, nodes, constants, input_shape, path
     )
     return Model(
@@ -102,6 +108,7 @@ def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = Non
         images=images,
         image_shape=tuple(image_shape),
         order=order,
+        layout=layout,
         batch=batch,
         output=output,
         shapes=shapes,
@@ -187,7 +194,7 @@ def _inferred_shapes(onnx, proto):
 def _image_input(graph, nodes, constants, input_shape, path):
     """Return the name and shape (N or 0, C, H, W) of the only input that is not constant.
 
-    The third result is the order of the input's axes (see `Model`).
+    The third and the fourth result are the order and the layout of the input's axes (see `Model`).
     """
     inputs = [value for value in graph.input if value.name not in constants]
     if len(inputs) != 1:
@@ -198,6 +205,10 @@ def _image_input(graph, nodes, constants, input_shape, path):
             f"{printable(path)}: expected an input of float32 images, found another type"
         )
     batch, *sizes = [dim.dim_value for dim in inputs[0].type.tensor_type.shape.dim] or [0]
+    layout = _sequence_layout(nodes, inputs[0].name) if len(sizes) == 2 else ()
+    if layout:  # a sequence of T steps with F features becomes an image (1, T, F)
+        batch, steps = (batch, sizes[0]) if layout[0] == "N" else (sizes[0], batch)
+        sizes = [1, steps, sizes[1]]
     order = CHANNELS_LAST if _is_transposed_first(nodes, inputs[0].name) else ()
     if order and len(sizes) == 3:
         sizes = [sizes[2], *sizes[:2]]
@@ -222,7 +233,30 @@ def _image_input(graph, nodes, constants, input_shape, path):
         raise UserError(
             f"{printable(path)}: images of shape {tuple(sizes)}: expected sizes up to {LARGEST}"
         )
-    return inputs[0].name, (batch, *sizes), order
+    return inputs[0].name, (batch, *sizes), order, layout
+
+
+def _sequence_layout(nodes, name):
+    """Return the layout of an input with 3 axes that an LSTM or GRU reads, or () otherwise.
+
+    The node may read the input after transpositions and operators that preserve the axes.
+    """
+    permutations = {name: (0, 1, 2)}  # {value: axes of the input}
+    for node in nodes:
+        axes = permutations.get(node.input[0]) if node.input else None
+        if axes is None:
+            continue
+        attributes = {a.name: list(a.ints) or a.i for a in node.attribute}
+        if node.op_type in ("GRU", "LSTM"):
+            is_batch_first = attributes.get("layout", 0)
+            position = axes[0] if is_batch_first else axes[1]
+            return {0: ("N", "H", "W"), 1: ("H", "N", "W")}.get(position, ())
+        perm = attributes.get("perm", [2, 1, 0])
+        if node.op_type == "Transpose" and sorted(perm) == [0, 1, 2]:
+            permutations[node.output[0]] = tuple(axes[i] for i in perm)
+        elif node.op_type in BEFORE_RECURRENT:
+            permutations[node.output[0]] = axes
+    return ()
 
 
 def _is_transposed_first(nodes, name):
@@ -257,8 +291,12 @@ def compute_constant(node: Any, model: Model, path: str | os.PathLike[str]) -> b
         if node.op_type == "Constant":
             constants[node.output[0]] = _constant(onnx, node, path)
             return True
-        arrays = [constants[name] for name in names]
-        count = _size(node, [constants[name] for name in node.input if name])
+        arrays = {name: constants[name] for name in names}
+        if node.op_type in ("ConstantOfShape", "Expand"):
+            # All images have the same constants: broadcasting repeats those of one image.
+            sizes = arrays[names[-1]]
+            arrays[names[-1]] = np.where(sizes == BATCH, 1, sizes)
+        count = _size(node, [arrays[name] for name in node.input if name])
         model.computed.append(count)
         if count < 0 or sum(model.computed) > MAX_ELEMENTS:
             raise ValueError(
@@ -271,7 +309,7 @@ def compute_constant(node: Any, model: Model, path: str | os.PathLike[str]) -> b
         opsets = [onnx.helper.make_opsetid("", model.opset)]
         single = onnx.helper.make_model(graph, opset_imports=opsets)
         evaluator = library("onnx.reference", path, "onnx").ReferenceEvaluator(single)
-        values = evaluator.run(None, dict(zip(names, arrays, strict=True)))
+        values = evaluator.run(None, arrays)
     except UserError:
         raise
     except Exception as error:

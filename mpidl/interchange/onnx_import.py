@@ -14,17 +14,13 @@ from mpidl.interchange import input_pixels, onnx_export, onnx_file, onnx_pattern
 from mpidl.interchange import onnx_elementwise as onnx_elementwise
 from mpidl.interchange import onnx_norms as onnx_norms
 from mpidl.interchange import onnx_operators as onnx_operators
+from mpidl.interchange import onnx_recurrent as onnx_recurrent
 from mpidl.interchange import onnx_resize as onnx_resize
+from mpidl.interchange import onnx_selection as onnx_selection
 from mpidl.interchange import onnx_shapes as onnx_shapes
 from mpidl.interchange.input_pixels import Choice
-from mpidl.interchange.onnx_builder import (
-    MAX_VALUES,
-    OPERATORS,
-    Builder,
-    Node,
-    Unsupported,
-    Value,
-)
+from mpidl.interchange.onnx_builder import MAX_VALUES, OPERATORS, Builder, Node
+from mpidl.interchange.onnx_values import Unsupported, Value, with_layout
 from mpidl.interchange.weights import library
 from mpidl.nn import Network, graph
 from mpidl.text import printable
@@ -53,7 +49,8 @@ def load_onnx(
     path : path
         An .onnx file of opset 7 or later with one output. The input is a mini-batch of images (N,
         C, H, W). The input may also be (N, H, W, C) if the graph transposes it first. The network
-        takes images (N, C, H, W) in both cases.
+        takes images (N, C, H, W) in both cases. Sequences (N, T, F) or (T, N, F) that an LSTM or
+        GRU reads become images (1, T, F).
     input_shape : (C, H, W), optional
         Shape of an image. Required if the file does not fix it.
     graph_alone : bool
@@ -92,6 +89,7 @@ def load_onnx(
 def _network(model, path):
     """Return the network of a graph, and the Scaling with which the graph begins or None."""
     builder, output = _build(model, path)
+    builder.remove_unread(output)
     if not builder.layers or output.layer != builder.layers[-1].name:
         raise UserError(f"{printable(path)}: expected a network whose last node is its output")
     try:
@@ -114,6 +112,7 @@ def _build(model, path):
     nodes = onnx_patterns.replace(onnx, nodes, model.constants, model.output)
     builder = Builder(model._replace(nodes=nodes))
     images = Value(graph.IMAGES, model.image_shape, model.order)
+    images = with_layout(images, model.layout) if model.layout else images
     values: dict[str, Any] = {model.images: images}
     problems, unknown = [], set()
     for proto in nodes:
@@ -145,8 +144,14 @@ def _build(model, path):
     output = values.get(model.output)
     if not isinstance(output, Value):
         raise UserError(f"{printable(path)}: expected an output that depends on the images")
-    if output.image:
+    if output.image or any(len(axis) > 1 for axis in output.layout):
         raise UserError(f"{printable(path)}: the output is a transposed image, flattened")
+    is_of_steps = len(output.layout) == 3 and output.layout[:2] in (("H", "N"), ("", "N"))
+    if output.layout and output.layout[0] != "N" and not is_of_steps:
+        raise UserError(
+            f"{printable(path)}: expected an output whose first axis is the mini-batch, found "
+            f"{output.text()}"
+        )
     if output.groups:
         raise UserError(f"{printable(path)}: the output has two axes of channels")
     return builder, output

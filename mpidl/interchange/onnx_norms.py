@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpidl.interchange.onnx_builder import Unsupported, operator
+from mpidl.interchange.onnx_builder import operator
+from mpidl.interchange.onnx_values import Unsupported
 from mpidl.nn import layers as nn
 
 
@@ -20,7 +21,7 @@ def _layer_norm(node, builder):
         raise Unsupported("it also computes the statistics")
     node.require(stash_type=1)
     x, (gamma, beta) = node.value(any_order=True), _factors(node)
-    count = 1 + len(x.shape)
+    count = len(x.full_shape(1))
     axes = sorted(x.axes(range(node.get("axis", -1) % count, count)))
     if axes not in ([0], list(range(len(x.shape)))):
         raise Unsupported(f"it normalizes the axes {axes} of {x.shape}, expected 0 or all")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from mpidl.backends.shapes import same_padding
-from mpidl.interchange.onnx_builder import Unsupported, Value, operator
+from mpidl.interchange.onnx_builder import operator
 from mpidl.interchange.onnx_elementwise import same_order
-from mpidl.interchange.onnx_shapes import flat
+from mpidl.interchange.onnx_selection import joined
+from mpidl.interchange.onnx_shapes import settled
+from mpidl.interchange.onnx_values import Unsupported, Value, row_filters, with_layout
 from mpidl.nn import layers as nn
 from mpidl.ops import check
 from mpidl.ops.pool import pooling_matrix
@@ -39,9 +41,12 @@ def _with_zeros_before(builder, x, padding, limits=(float("inf"),) * 2):
     pad = builder.layers[-1] if builder.layers else None
     if not isinstance(pad, nn.Pad2D) or pad.name != x.layer or pad.value != 0:
         return x, padding
+    sides = check.pads(x.layer, pad.padding, minimum=None)
+    if min(sides[0] + sides[1]) < 0:
+        return x, padding
     sums = tuple(
         (inner[0] + zeros[0], inner[1] + zeros[1])
-        for inner, zeros in zip(padding, check.pads(x.layer, pad.padding), strict=True)
+        for inner, zeros in zip(padding, sides, strict=True)
     )
     if any(side >= limit for sides, limit in zip(sums, limits, strict=True) for side in sides):
         return x, padding
@@ -166,10 +171,15 @@ def _global_average_pool(node, builder):
 def _mean(node, builder):
     x = node.value(any_order=True)
     axes = node.get("axes", None) if node.input(1) is None else node.constant(1).tolist()
-    if axes is None or len(x.shape) != 3 or sorted(x.axes(axes)) != [1, 2]:
+    means = set() if axes is None or len(x.shape) != 3 else set(x.axes(axes))
+    if not means or 0 in means:
         raise Unsupported(f"axes are {axes}, expected rows and columns")
-    y = builder.add(node, nn.GlobalAveragePool2D(), [x])
-    return y if node.get("keepdims", 1) else flat(node, builder, y)
+    size = 1 if 1 in means else x.shape[1], 1 if 2 in means else x.shape[2]
+    layer = nn.GlobalAveragePool2D() if size == (1, 1) else nn.AdaptiveAveragePool2D(size)
+    y, letters = builder.add(node, layer, [x]), list(x.letters())
+    for axis in sorted((axis % len(letters) for axis in axes), reverse=True):
+        letters[axis : axis + 1] = [""] if node.get("keepdims", 1) else []
+    return settled(node, builder, y, letters)
 
 
 @operator("Gemm")
@@ -190,7 +200,9 @@ def _gemm(node, builder):
 def _matmul(node, builder):
     is_from_left = isinstance(node.input(0), np.ndarray)
     x = node.value(int(is_from_left), any_order=True)
-    if x.is_permuted() and x.order[-1] == 0 and not is_from_left:
+    if x.layout and len(x.shape) == 1 and not is_from_left:
+        return _dense(node, builder, node.constant(1).T, None)
+    if (x.layout or x.is_permuted()) and not is_from_left:
         return _dense_of_pixels(node, builder, x)
     if len(x.shape) == 3:
         return _adaptive_pool(node, builder, node.value(int(is_from_left)), is_from_left)
@@ -198,12 +210,19 @@ def _matmul(node, builder):
 
 
 def _dense_of_pixels(node, builder, x):
-    """Add the 1x1 convolution that computes a dense layer of the channels of each pixel."""
-    weight = node.constant(1).T
-    if weight.shape[1:] != x.shape[:1]:
-        raise Unsupported(f"it multiplies {('N', *x.graph_shape())} by {weight.shape[::-1]}")
-    weight = np.ascontiguousarray(weight)[:, :, None, None]
-    return builder.add(node, nn.Conv2D(1, len(weight), bias=False), [x], weight=weight)
+    """Add the convolution that computes a dense layer of the channels of each pixel.
+
+    If the last axis in the graph also contains the columns, a filter has the size of a row.
+    """
+    weight, (*axes, last) = node.constant(1).T, x.letters()
+    is_of_pixels = last == "C" or (not last and x.shape[0] == 1)
+    is_of_rows = set("".join(axes)) <= set("NH") and set(last) <= set("CW")
+    if not (is_of_pixels or is_of_rows):
+        raise Unsupported(f"it multiplies {x.text()} by {weight.shape[::-1]}")
+    filters = row_filters(x, "C" if is_of_pixels else last, weight)
+    layer = nn.Conv2D(filters.shape[2:], len(filters), bias=False)
+    y = builder.add(node, layer, [x], weight=filters)
+    return with_layout(y, [*axes, "C"])
 
 
 def _adaptive_pool(node, builder, x, is_of_rows):
@@ -212,7 +231,7 @@ def _adaptive_pool(node, builder, x, is_of_rows):
     pixels = x.shape[1 + axis]
     expected = pooling_matrix(pixels, len(matrix)) if matrix.ndim == 2 and len(matrix) else None
     if expected is None or matrix.shape != expected.shape or abs(matrix - expected).max() > 1e-6:
-        raise Unsupported(f"it multiplies {('N', *x.shape)} by constants of {matrix.shape}")
+        raise Unsupported(f"it multiplies {x.text()} by constants of {matrix.shape}")
     size = list(x.shape[1:])
     size[axis] = len(matrix)
     (read,) = builder.reads.get(x.layer, [x])
@@ -223,19 +242,23 @@ def _adaptive_pool(node, builder, x, is_of_rows):
 
 def _dense(node, builder, weight, bias):
     x = node.value(any_order=True)
-    if len(x.shape) != 1 or weight.ndim != 2:
-        raise Unsupported(f"it multiplies {('N', *x.shape)} by {weight.shape[::-1]}")
+    if len(x.shape) != 1 or weight.ndim != 2 or (x.layout and x.layout[-1] == "N"):
+        raise Unsupported(f"it multiplies {x.text()} by {weight.shape[::-1]}")
     layer = nn.Dense(len(weight), bias=bias is not None)
     arrays = {} if bias is None else {"bias": bias}
-    if weight.shape[1:] == x.shape:
+    if weight.shape[1:] == x.shape and not x.layout:
         weight = x.to_layer(weight)
-    x = Value(x.layer, x.shape)
+    x = Value(x.layer, x.shape, layout=x.layout)
     return builder.add(node, layer, [x], weight=np.ascontiguousarray(weight), **arrays)
 
 
 @operator("Concat")
 def _concat(node, builder):
-    values = same_order([node.value(i, any_order=True) for i in range(len(node.inputs))])
+    count = range(len(node.inputs))
+    values = [node.value(i, any_order=True, any_groups=True) for i in count]
+    if any(value.layout or value.groups for value in values):
+        return joined(node, builder, values, node["axis"])
+    values = same_order(values)
     if values[0].axes([node["axis"]]) != [0] or values[0].image:
         raise Unsupported(f"axis is {node['axis']}, expected the channels")
     return values[0] if len(values) == 1 else builder.add(node, nn.Concat(), values)

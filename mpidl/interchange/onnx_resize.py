@@ -1,10 +1,12 @@
-"""Convert ONNX operators that resize images or select channels."""
+"""Convert ONNX operators that resize images."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from mpidl.interchange.onnx_builder import BATCH, Unsupported, operator
+from mpidl.interchange.onnx_builder import operator
+from mpidl.interchange.onnx_file import BATCH
+from mpidl.interchange.onnx_values import Unsupported
 from mpidl.nn import layers as nn
 
 MODES = {"nearest": "nearest", "linear": "bilinear", "bilinear": "bilinear"}
@@ -91,53 +93,3 @@ def _by_axis(node, values, defaults):
         raise Unsupported(f"it has {len(values)} numbers for the axes {axes}")
     numbers = dict(zip(axes, values, strict=True))
     return [numbers.get(axis, default) for axis, default in enumerate(defaults)]
-
-
-@operator("Slice")
-def _slice(node, builder):
-    x = node.value(any_order=True)
-    if builder.opset < 10:
-        starts, ends = list(node["starts"]), list(node["ends"])
-        axes, steps = node.get("axes", None), None
-    else:
-        starts, ends = node.constant(1).tolist(), node.constant(2).tolist()
-        axes, steps = (None if v is None else v.tolist() for v in map(node.input, (3, 4)))
-    axes = list(range(len(starts))) if axes is None else axes
-    if len(starts) != len(ends) or len(starts) != len(axes) or set(steps or ()) - {1}:
-        raise Unsupported(f"starts are {starts}, ends {ends}, axes {axes}, steps {steps}")
-    for axis, start, end in zip(axes, starts, ends, strict=True):
-        if axis % (1 + len(x.shape)) == 0 and start == 0 and end >= -BATCH:
-            continue  # all images
-        (own_axis,) = x.axes([axis])
-        start, stop, _ = slice(start, end).indices(x.shape[own_axis])
-        if (start, stop) == (0, x.shape[own_axis]):
-            continue
-        if own_axis != 0:
-            raise Unsupported(f"axis is {axis}, expected the channels")
-        x = _channels(node, builder, x, start, stop)
-    return x
-
-
-@operator("Split")
-def _split(node, builder):
-    x, outputs = node.value(any_order=True), node.proto.output
-    if x.axes([node.get("axis", 0)]) != [0]:
-        raise Unsupported(f"axis is {node.get('axis', 0)}, expected the channels")
-    sizes = node.get("split", None) if node.input(1) is None else node.constant(1).tolist()
-    if sizes is None:
-        size = -(-x.shape[0] // len(outputs))
-        sizes = [size] * (len(outputs) - 1)
-        sizes.append(x.shape[0] - sum(sizes))
-    if len(sizes) != len(outputs) or sum(sizes) != x.shape[0]:
-        raise Unsupported(f"it splits {x.shape[0]} channels into {list(sizes)}")
-    stops = np.cumsum(sizes).tolist()
-    return [
-        _channels(node, builder, x, stop - size, stop) if builder.readers[name] else None
-        for name, size, stop in zip(outputs, sizes, stops, strict=True)
-    ]
-
-
-def _channels(node, builder, x, start, stop):
-    if x.image:
-        raise Unsupported("its input is a transposed image, flattened")
-    return builder.add(node, nn.ChannelSlice(start, stop), [x])

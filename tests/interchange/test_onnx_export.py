@@ -46,6 +46,8 @@ LAYERS = [
     dl.Clip(-1, 2),
     dl.LayerNorm("image"),
     dl.GELU("tanh"),
+    dl.GRU(4),
+    dl.LSTM(3, reverse=True),
     dl.GlobalAveragePool2D(name="c"),
     dl.GlobalAveragePool2D(after="down", name="d"),
     dl.Concat(inputs=("c", "d"), name="both"),

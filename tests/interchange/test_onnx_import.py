@@ -314,7 +314,7 @@ UNSUPPORTED = {
     "dilations is [2, 2], expected [1, 1]": [
         node("MaxPool", "x", "y", kernel_shape=[2, 2], dilations=[2, 2])
     ],
-    "it reshapes ('N', 4, 7, 6) to [7, 24]": [node("Reshape", "x s", "y")],
+    "it reshapes (N, 4, 7, 6) to [7, 24]": [node("Reshape", "x s", "y")],
 }
 
 

@@ -312,11 +312,13 @@ UNSUPPORTED = {
     "expected a value and a constant number": [node("Min", "x pixels", "y")],
     "it is not the last node": [node("LogSoftmax", "x", "a", axis=1), node("Relu", "a", "y")],
     "mode is reflect": [node("Pad", "x border", "y", mode="reflect")],
-    "expected rows and columns to add": [node("Pad", "x crop", "y")],
+    "leaves no pixels of images (4, 7, 6)": [node("Pad", "x crop", "y")],
     "expected rows and columns": [node("Pad", "x channels", "y")],
     "value must be a finite number": [node("Pad", "x border infinite", "y")],
     "it has 3 pads for 4 axes": [node("Pad", "x three", "y")],
-    "expected the mini-batch first": [node("Transpose", "x", "y", perm=[1, 0, 2, 3])],
+    "input 0 has the shape (4, N, 7, 6), expected images": [
+        *(node("Transpose", "x", "t", perm=[1, 0, 2, 3]), node("Conv", "t w", "y"))
+    ],
     "input 0 is transposed": [
         *(node("Transpose", "x", "t", perm=[0, 1, 3, 2]), node("Conv", "t w", "y"))
     ],
@@ -335,7 +337,7 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("reason", UNSUPPORTED)
 def test_unsupported_forms(tmp_path, reason):
     nodes = UNSUPPORTED[reason]
-    constants = {"pixels": array("p", 4, 7, 6), "crop": pad(-1, 0, 0, 0), "border": pad(1, 1, 0, 0)}
+    constants = {"pixels": array("p", 4, 7, 6), "crop": pad(-7, 0, 0, 0), "border": pad(1, 1, 0, 0)}
     constants |= {
         "four": array("s", 4),
         "infinite": np.float32(-np.inf),
@@ -346,6 +348,14 @@ def test_unsupported_forms(tmp_path, reason):
     opset = 24 if nodes[0].op_type == "Swish" else 20
     text = refusal(dl.load_onnx, saved(tmp_path / "a.onnx", nodes, constants, SHAPE, opset=opset))
     assert "unsupported nodes: " in text and reason in text
+
+
+def test_an_output_that_does_not_begin_with_the_mini_batch_is_refused(tmp_path):
+    images = [node("Transpose", "x", "y", perm=[1, 0, 2, 3])]
+    features = [node("Flatten", "x", "f"), node("Transpose", "f", "y", perm=[1, 0])]
+    for nodes, shape in ((images, "(4, N, 7, 6)"), (features, "(168, N)")):
+        text = refusal(dl.load_onnx, saved(tmp_path / "a.onnx", nodes, {}, SHAPE))
+        assert text.endswith(f"whose first axis is the mini-batch, found {shape}")
 
 
 def test_a_transposed_output_of_features_is_refused(tmp_path):
