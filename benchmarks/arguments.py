@@ -213,10 +213,9 @@ def _add_input(parser, command):
 
 def _add_against(parser, command):
     parser.add_argument("checkout", metavar="CHECKOUT", help="folder of the other checkout")
-    networks = ["digits", "cifar", "resnet"]
-    text = f"the network ({', '.join(networks)}; digits)"
-    one_of = functools.partial(_one_of, "--network", candidates=networks)
-    parser.text("--network", "NAME", text, default="digits", type=one_of)
+    networks = sorted(zoo.NETWORKS.keys() - set(zoo.PIXEL_NETWORKS))
+    text = "network of the zoo with one label per image (digits)"
+    parser.text("--network", "NAME", text, default="digits", choices=networks)
     parser.add_options("batch_size", "timeout")
     _add_counts(parser, ("rounds", 15, "number of rounds, each with a turn of both checkouts"))
 

@@ -125,8 +125,8 @@ NAMES: dict[str, str] = {
     "lstmLayer": 'dl.LSTM(units), or dl.LSTM(units, returns="last")',
     "gruLayer": 'dl.GRU(units), or dl.GRU(units, returns="last")',
     "bilstmLayer": "dl.Concat of dl.LSTM(units) and dl.LSTM(units, reverse=True)",
-    "predictAndUpdateState classifyAndUpdateState": "dl.lstm(x, ..., state=state) and dl.gru, which "
-    "return the new state",
+    "predictAndUpdateState classifyAndUpdateState": "dl.lstm(x, ..., state=state) and dl.gru, "
+    "which return the new state",
     "sequenceInputLayer": "the input_shape of dl.Network, (1, steps, features)",
     "dropoutLayer": "dl.Dropout(0.5)",
     "fullyConnectedLayer": "dl.Dense(outputs)",

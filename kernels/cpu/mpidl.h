@@ -95,11 +95,13 @@ void mpidl_running(const float *old, const double *value, double decay, float *u
 void mpidl_predict_scale(const float *gamma, const float *variance, double epsilon, float *scale,
                          int64_t channels);
 
-/* elementwise.c: arrays consist of rows of 16 numbers */
+/* elementwise.c */
 /* Apply a function of formulas.h, or its gradient if dy is not NULL. x is then the value that the
- * gradient reads: the input or the result. Return 0 if formulas.h has no such function, else 1. */
-int64_t mpidl_elementwise(const char *function, const value *x, const value *dy, value *out,
-                          float a, float b, int64_t rows);
+ * gradient reads: the input or the result. If mean is not NULL, this value is instead
+ * (x - mean) * scale + beta per channel. Return 0 if formulas.h has no such function, else 1. */
+int64_t mpidl_elementwise(const char *function, const value *x, const float *mean,
+                          const float *scale, const float *beta, const value *dy, value *out,
+                          float a, float b, int64_t blocks, int64_t channels, int64_t pixels);
 /* slope has `slopes` elements: one per channel, or 1 */
 void mpidl_prelu(const value *x, const float *slope, int64_t slopes, value *y, int64_t blocks,
                  int64_t channels, int64_t pixels);

@@ -182,19 +182,8 @@ __device__ __forceinline__ float gradient(float dz, float x, float mean, float a
                    step_of_##i = (long long)gridDim.x * blockDim.x;                                \
          i < count_of_##i; i += step_of_##i)
 
-// Computes y[i] = f(x[i]) or dx[i] = f(dy[i], y[i]) for n numbers, a multiple of 4. A thread
-// processes four numbers at a time.
-template <class F>
-__device__ __forceinline__ void each_four(const value* x, value* y, long long n, F f) {
-    const long long step = (long long)gridDim.x * blockDim.x;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; 4 * i < n; i += step) {
-        Floats<4> v = load<4>(x + 4 * i);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) v.at[k] = f(v.at[k]);
-        store<4>(y + 4 * i, v);
-    }
-}
-
+// Computes dx[i] = f(dy[i], y[i]) for n numbers, a multiple of 4. A thread processes four numbers at
+// a time.
 template <class F>
 __device__ __forceinline__ void each_four(const value* dy, const value* y, value* dx,
                                           long long n, F f) {

@@ -393,13 +393,14 @@ class Backend(TrainingFunctions, Protocol):
     def relu_dx(self, dy: Lanes, y: Lanes) -> Lanes:
         """Return dy where y > 0, else 0."""
 
-    def elementwise(self, function: str, x: Lanes, *numbers: float) -> Lanes:
+    def elementwise(self, function: str, x: Readable, *numbers: float) -> Lanes:
         """Return a function of each element, by its name in `reference.activation.FUNCTIONS`.
 
-        `numbers` are the function's arguments after x, at most two.
+        x is an array or a NormalizedInput. `numbers` are the function's arguments after x, at most
+        two.
         """
 
-    def elementwise_dx(self, function: str, dy: Lanes, value: Lanes, *numbers: float) -> Lanes:
+    def elementwise_dx(self, function: str, dy: Lanes, value: Readable, *numbers: float) -> Lanes:
         """Return the gradient of `elementwise` with respect to x.
 
         `value` is x or the result y. The name of the gradient's second argument in

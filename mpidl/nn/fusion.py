@@ -5,8 +5,9 @@ These runs of layers become one op:
 - Convolution, batch normalization, and ReLU or clip. The op stores only the convolution's output.
   Later ops (convolution, pooling, resizing, dense) apply the normalization and the activation when
   they read that output.
-- Convolution and batch normalization, if only additions and convolutions read the result. The op
-  stores only the convolution's output, which they normalize when they read it.
+- Convolution and batch normalization, if only additions, convolutions and the functions READING
+  read the result. The op stores only the convolution's output, which they normalize when they read
+  it.
 - The addition of two values and ReLU.
 - Convolution and ReLU, optionally with the addition of another value between them, as at the end
   of a residual block. The op applies the addition and the ReLU before it stores the result.
@@ -28,15 +29,22 @@ from typing import Any, TypeAlias
 from mpidl import backends, ops
 from mpidl.core.tape import value_of
 from mpidl.nn.layers import (
+    GELU,
     Add,
     BatchNorm,
     Clip,
     Conv2D,
     CrossChannelNorm,
+    HardSigmoid,
+    HardSwish,
     Layer,
     LayerContext,
+    LeakyReLU,
     MaxPool2D,
     ReLU,
+    Sigmoid,
+    Swish,
+    Tanh,
 )
 from mpidl.nn.layers.base import Value
 
@@ -75,6 +83,10 @@ RUNS: Kinds = (
 )
 
 
+# layers that normalize the values that they read
+READING = {Add, Conv2D, GELU, HardSigmoid, HardSwish, LeakyReLU, Sigmoid, Swish, Tanh}
+
+
 def _begins(run, layers, reads, readers):
     """Return whether the first layers have the types in `run` and can be fused.
 
@@ -87,7 +99,7 @@ def _begins(run, layers, reads, readers):
         return False
     if run[-1] is BatchNorm:
         types = {type(layer) for layer in readers[layers[len(run) - 1].name]}
-        if not types or not types <= {Add, Conv2D}:
+        if not types or not types <= READING:
             return False
     for before, layer, names in zip(layers, layers[1 : len(run)], reads[1:], strict=False):
         inputs = 2 if type(layer) is Add else 1

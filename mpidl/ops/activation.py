@@ -6,6 +6,7 @@ import math
 from typing import Any, Literal
 
 from mpidl import backends
+from mpidl.backends.deferred import DeferredNormalization, addend
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Array, Needs
@@ -25,9 +26,10 @@ def _elementwise(
     computed from x if `from_x`, else from the result.
     """
     check.images(name, x)
-    backend, lanes, function = backends.of_value(x), x.raw, function or name
-    y = backend.elementwise(function, lanes, *numbers)
-    value = lanes if from_x else y
+    backend, function = backends.of_value(x), function or name
+    operand = addend(x) if isinstance(x, DeferredNormalization) else x.raw
+    y = backend.elementwise(function, operand, *numbers)
+    value = operand if from_x else y
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
         dx = backend.elementwise_dx(function, dy.raw, value, *numbers)

@@ -408,6 +408,11 @@ def elementwise(name, numbers, reads, draw, tolerance):
         yield Case("elementwise", f"{name}, {label}", x, call=result)
         dy = {"dy": cotangent(*shape)}
         yield Case("elementwise_dx", f"{name}, {label}", dy | x, tolerance, call=gradient)
+        if name in ("swish", "tanh"):  # also of a normalization
+            x = {"x": normalized(*shape)}
+            yield Case("elementwise", f"{name}, {label}, normalized", x, 1e-6, call=result)
+            of_both = f"{name}, {label}, normalized", dy | x, 1e-6
+            yield Case("elementwise_dx", *of_both, call=gradient)
 
 
 def learnable_slopes(shape):

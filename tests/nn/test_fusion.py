@@ -73,6 +73,15 @@ LAYERS = {
         dl.Dense(5, name="f"),
         *(dl.Add(inputs=("d", "f")), dl.Dense(3)),
     ],
+    "functions": [
+        *(dl.Conv2D(3, 8, padding=1), dl.BatchNorm(), dl.Swish(name="a")),
+        *(dl.Conv2D(3, 8, padding=1, groups=8), dl.BatchNorm(), dl.HardSwish(), dl.Conv2D(1, 5)),
+        *(dl.BatchNorm(name="n"), dl.GELU(), dl.Conv2D(3, 8), dl.BatchNorm(), dl.Tanh()),
+        *(dl.Conv2D(1, 6), dl.BatchNorm(), dl.LeakyReLU(), dl.Conv2D(1, 6), dl.BatchNorm()),
+        *(dl.HardSigmoid(), dl.MaxPool2D(2), dl.Dense(5), dl.BatchNorm(), dl.Sigmoid(name="d")),
+        *(dl.Sigmoid(after="n", name="s"), dl.Multiply(inputs=("s", "n")), dl.Dense(5, name="f")),
+        *(dl.Add(inputs=("d", "f")), dl.Dense(3)),
+    ],
     "read by layers that store": [
         *conv_norm_relu(3, 6),
         *(dl.ReLU(), dl.BatchNorm(), dl.Conv2D(3, 6), dl.ReLU()),
@@ -154,7 +163,8 @@ def test_which_layers_are_one_run():
     assert runs([*start, conv, norm, add, relu]) == [2, 2, 2]
     assert runs([*start, conv, norm, dl.Add(inputs=("n", "n")), relu]) == [2, 2, 2]
     assert runs([*start, conv, norm, dl.Add(inputs=("n", "r", "r")), relu]) == [2, 2, 1, 1]
-    assert runs([*start, conv, norm, dl.Tanh(), dl.Add(inputs=("n", "tanh1"))]) == [2, 1, 1, 1, 1]
+    assert runs([*start, conv, norm, dl.PReLU(), dl.Add(inputs=("n", "prelu1"))]) == [2, 1, 1, 1, 1]
+    assert runs([*start, conv, norm, dl.Tanh(), dl.Add(inputs=("n", "tanh1"))]) == [2, 2, 1, 1]
     assert runs([*start, conv, norm]) == [2, 1, 1]
 
 
@@ -168,6 +178,20 @@ def test_a_residual_block_stores_only_what_its_convolutions_read(world, monkeypa
         monkeypatch.setattr(CPU, name, lambda *a, n=name, f=function: calls.append(n) or f(*a))
     value = dl.Network(layers, (1, 12, 12))(images)
     assert type(value) is Blocked and (value.lanes >= 0).all() and calls == []
+
+
+def test_a_function_of_a_normalization_is_computed_in_one_pass(world, monkeypatch):
+    """A training step stores neither the normalized values nor their gradients."""
+    calls = []
+    for name in ("batchnorm", "moments", "batchnorm_dx"):
+        function = getattr(CPU, name)
+        monkeypatch.setattr(CPU, name, lambda *a, n=name, f=function: calls.append(n) or f(*a))
+    layers = [dl.Conv2D(3, 8), dl.BatchNorm(), dl.Swish(), dl.Dense(3)]
+    fused, separate = fused_and_separate(lambda: dl.Network(layers, (1, 12, 12)))
+    step_bytes(world, fused, mini_batch(world))
+    assert calls == []
+    step_bytes(world, separate, mini_batch(world))
+    assert calls == ["moments", "batchnorm", "batchnorm_dx"]
 
 
 def test_normalized_pixels_are_not_stored(world, monkeypatch):

@@ -7,6 +7,7 @@ import numpy as np
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.batchnorm import channel_sums, sizes
 from mpidl.backends.cpu.builds import kernels
+from mpidl.backends.cpu.call import source_of
 from mpidl.core.blocks import LANES
 
 
@@ -19,9 +20,10 @@ def elementwise_dx(function, dy, value, *numbers):
 
 
 def _elementwise(function, x, dy, numbers):
+    x, *norm = source_of(x)
     out, (a, b) = arenas.empty(x.shape, x.dtype), (*numbers, 0.0, 0.0)[:2]
-    x, rows = np.ascontiguousarray(x), out.size // LANES
-    if kernels().elementwise(function.encode(), x, dy, out, a, b, rows) == 0:
+    arguments = x, *norm[:3], dy, out, a, b, *sizes(x)
+    if kernels().elementwise(function.encode(), *arguments) == 0:
         raise TypeError(f"kernels/formulas.h has no function {function}")
     return out
 

@@ -5,37 +5,45 @@ import math
 import numpy as np
 
 from mpidl.backends.gpu import array, launching
-from mpidl.backends.gpu.batchnorm import add_operands, channel_sums
+from mpidl.backends.gpu.batchnorm import add_operands, channel_sums, operand
 from mpidl.backends.gpu.join import add_relu_dx
 from mpidl.backends.gpu.launching import THREADS
 from mpidl.core.blocks import LANES
 
 
 def elementwise(function, x, *numbers):
-    return _launched("activation", x, arguments=_two(numbers), defines={"FUNCTION": function})
+    return _function("activation", function, (), x, numbers)
 
 
 def elementwise_dx(function, dy, value, *numbers):
+    return _function("activation_dx", function, (dy,), value, numbers)
+
+
+def _function(name, function, cotangent, x, numbers):
+    """Launch a kernel for a function of x, which may be a NormalizedInput, or its gradient."""
+    values, *norm, _, _ = operand(x)
+    arguments = *_two(numbers), values.dims[1] if len(values.dims) > 2 else 1
     defines = {"FUNCTION": function}
-    return _launched("activation_dx", dy, value, arguments=_two(numbers), defines=defines)
+    return _launched(name, *cotangent, values, norm=norm, arguments=arguments, defines=defines)
 
 
 def _two(numbers):
     return (*numbers, 0.0, 0.0)[:2]
 
 
-def _launched(name, *arrays, arguments=(), defines=None, dtype=None):
+def _launched(name, *arrays, norm=(), arguments=(), defines=None, dtype=None):
     """Launch a kernel that computes each element from the same elements of arrays.
 
-    `arguments` are the kernel's arguments between the output and the number of elements. The output
-    has the type of the arrays by default. Raise ValueError if the arrays differ in memory layout.
+    The kernel's arguments are the arrays, `norm`, the output, `arguments` and the number of
+    elements. The output has the type of the arrays by default. Raise ValueError if the arrays
+    differ in memory layout.
     """
     x = arrays[-1]
     if any((a.dims, a.order) != (x.dims, x.order) for a in arrays):
         raise ValueError(f"{name}: expected arrays of the same memory layout, got {arrays}")
     y = array.empty_like(x, dtype)
     blocks, numbers = launching.blocks_of_threads(x.size, per_thread=4), (*arguments, x.size)
-    launching.launch(name, blocks, THREADS, *arrays, y, *numbers, defines=defines)
+    launching.launch(name, blocks, THREADS, *arrays, *norm, y, *numbers, defines=defines)
     return y
 
 

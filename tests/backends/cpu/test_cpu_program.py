@@ -9,6 +9,7 @@ from mpidl.backends.cpu.optimizer import step_number
 from mpidl.backends.cpu.recorder import Recorder
 
 pytestmark = needs_kernels
+NO_NORM = None, None, None  # mean, scale and beta
 
 
 def test_replays_read_new_inputs_and_numbers():
@@ -19,7 +20,7 @@ def test_replays_read_new_inputs_and_numbers():
     with recorder.recording():
         y = arenas.empty(x.shape)
         slope = step_number("slope", 0.25)
-        builds.kernels().elementwise(b"leaky_relu", x, None, y, slope, 0.0, 2)
+        builds.kernels().elementwise(b"leaky_relu", x, *NO_NORM, None, y, slope, 0.0, 1, 2, 1)
         builds.kernels().copy(y, result, 32)
     program = recorder.finish()
     program.run(0)
