@@ -1,7 +1,7 @@
 """Recurrent ops, LSTM and GRU, and their gradients.
 
-The rows of an image are the steps of a sequence. A convolution computes the products of the input
-with its weights for all steps at once. The op `recurrence` computes the steps.
+The rows of an image are the steps of a sequence. The op `recurrence` computes the products of the
+input with its weights by a convolution, for all steps at once, and then the steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mpidl.core.blocks import LANES, Blocked
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Array, Needs, value_of
 from mpidl.ops import check
-from mpidl.ops.conv import conv2d
+from mpidl.ops.conv import conv2d_geometry
 
 __all__ = ["gru", "lstm"]
 
@@ -48,31 +48,42 @@ def recurrence(
     x: Blocked,
     weight: Array,
     bias: Array | None,
+    recurrent_weight: Array,
+    recurrent_bias: Array | None,
     *state: Blocked,
     kind: str,
     is_reversed: bool,
     truncate: int | None,
     last: list[Blocked],
 ) -> WithVjp[Blocked]:
-    """Compute the steps from the products of the input, and append the final state to `last`.
+    """Compute all steps, and append the final state to `last`.
 
-    `interface.Backend.recurrence` defines the steps. x and the result are (N, gates * units, steps,
-    1) and (N, units, steps, 1).
+    x and the result are (N, C, steps, W) and (N, units, steps, 1). A convolution computes the
+    products of the input, and `interface.Backend.recurrence` the steps. They are one op, because a
+    tape keeps the result of each op, and the products take much memory.
     """
-    backend, steps = backends.of_value(x), x.image_shape[1]
-    lanes = [value.raw for value in state]
-    arguments = kind, weight, bias, lanes, is_reversed
-    y, record, final = backend.recurrence(arguments[0], x.raw, *arguments[1:])
+    geometry = conv2d_geometry(x, weight, bias)
+    backend, batch, steps = backends.of_value(x), x.batch, x.image_shape[1]
+    arguments = recurrent_weight, recurrent_bias, [value.raw for value in state], is_reversed
+    products = backend.conv2d(x.source, weight, bias, geometry)
+    y, record, final = backend.recurrence(kind, products, *arguments)
     last += [x.like(value) for value in final]
 
     def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        options = truncate or steps, x.batch.counts(), x.batch.tree, needs
-        dx, dweight, dbias, *dstate = backend.recurrence_backward(
-            kind, dy.raw, record, *arguments[1:], *options
+        counts, tree = batch.counts(), batch.tree
+        needs_input, needs_steps = needs[:3], (any(needs[:3]), *needs[3:])
+        options = truncate or steps, counts, tree, needs_steps
+        dproducts, dweight, dbias, *dstate = backend.recurrence_backward(
+            kind, dy.raw, record, *arguments, *options
         )
+        of_input: tuple[Any, ...] = None, None, None
+        if any(needs_input):
+            images = x.source, weight, geometry, counts, tree, needs_input
+            dx, *of_filters, _ = backend.conv2d_backward(dproducts, *images)
+            of_input = None if dx is None else x.like(dx), *of_filters
         values = zip(state, dstate, strict=True)
         dstate = [None if d is None else value.like(d) for value, d in values]
-        return None if dx is None else x.like(dx), dweight, dbias, *dstate
+        return *of_input, dweight, dbias, *dstate
 
     return x.like(y), vjp
 
@@ -119,13 +130,25 @@ def _check(
         if vector is not None and tuple(vector.shape) != (outputs,):
             raise ValueError(f"{kind}: expected a bias ({outputs},), got {tuple(vector.shape)}")
     if state and len(state) != len(names):
-        raise ValueError(f"{kind}: expected a state ({', '.join(names)}), got {len(state)} values")
+        raise ValueError(f"{kind}: expected a state {_shown(names)}, got {len(state)} values")
     for value in state:
         check.images(kind, value, 2)
         if tuple(value.shape) != (x.shape[0], units):
             raise ValueError(
                 f"{kind}: expected a state of shape ({x.shape[0]}, {units}), got {value.shape}"
             )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"
+
+
+def _tuple_of(kind: str, state: Any) -> tuple[Any, ...]:
+    """Return a state as a tuple, () for None. Raise TypeError for a value outside of a tuple."""
+    if state is None or isinstance(state, (tuple, list)):
+        return tuple(state or ())
+    names = _shown(KINDS[kind].state)
+    raise TypeError(f"{kind}: expected a state {names}, got one {type(state).__name__}")
 
 
 def _recurrent(
@@ -139,14 +162,15 @@ def _recurrent(
 ) -> tuple[Any, tuple[Blocked, ...]]:
     """Compute `lstm` or `gru` with the weights (input, recurrent) and the biases of both."""
     weight, recurrent_weight, bias, recurrent_bias = weights
-    state = tuple(state or ())
+    state = _tuple_of(kind, state)
     last: list[Blocked] = []
     _check(kind, value_of(x), *map(value_of, weights), *map(value_of, state))
     check_returns(kind, returns)
     check_truncate(kind, truncate)
-    products = conv2d(x, weight, bias)
     y = recurrence(
-        products,
+        x,
+        weight,
+        bias,
         recurrent_weight,
         recurrent_bias,
         *state,

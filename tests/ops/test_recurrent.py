@@ -1,11 +1,14 @@
 """Test the recurrent ops against NumPy and PyTorch."""
 
+import weakref
+
 import numpy as np
 import pytest
 from op_references import Case, OpChecks, torch_functions
 from single_rank import all_images, blocked, numbers
 
 import mpidl as dl
+from mpidl import backends
 from mpidl.core import tape
 
 GATES = {"lstm": 4, "gru": 3}
@@ -134,6 +137,16 @@ class TestRecurrent(OpChecks):
             r"gru: expected a state of shape \(\d+, 2\), got \(\d+, 3\)",
         ),
         (
+            lambda x, f, i: dl.gru(x, np.ones((6, 2, 1, 4)), np.ones((6, 2, 1, 1)), state=(f, f)),
+            ValueError,
+            r"gru: expected a state \(hidden,\), got 2 values",
+        ),
+        (
+            lambda x, f, i: dl.gru(x, np.ones((6, 2, 1, 4)), np.ones((6, 2, 1, 1)), state=f),
+            TypeError,
+            r"gru: expected a state \(hidden,\), got one Blocked",
+        ),
+        (
             lambda x, f, i: dl.gru(x, np.ones((6, 2, 1, 4)), np.ones((6, 2, 1, 1)), truncate=0),
             ValueError,
             "gru: truncate must be an integer >= 1",
@@ -258,3 +271,25 @@ def test_truncated_backpropagation(world, kind, reverse):
         np.testing.assert_allclose(value, reference, rtol=1e-10, atol=1e-12)
     complete, _ = gradients_of(slice(0, steps), None)
     assert abs(complete[1] - truncated[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_the_tape_does_not_keep_the_products_of_the_input(world, kind, monkeypatch):
+    """An LSTM keeps 6 numbers per unit and step; the products would be 4 more."""
+    x = dl.Var(blocked(world, numbers("x", 20, 2, 9, 3, dtype="f4")))
+    weight, *others = (
+        numbers(f"{i}", *s, dtype="f4") for i, s in enumerate(shapes(kind, 6, 2, 3, 1))
+    )
+    backend, products = backends.of_value(x.value), []
+    conv2d = backend.conv2d
+
+    def noted(*arguments):
+        result = conv2d(*arguments)
+        products.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(backend, "conv2d", noted)
+    kept, y = dl.conv2d(x, weight, None), getattr(dl, kind)(x, weight, *others)[0]
+    of_conv2d, of_steps = products
+    assert of_conv2d() is not None and of_steps() is None
+    del kept, y
