@@ -41,6 +41,12 @@ def create(name: str, classes: int = 1000) -> nn.Module:
     name = name.removesuffix("_torchvision")
     family = models if hasattr(models, name) else models.segmentation
     net = getattr(family, name)(weights=None, num_classes=classes, **ARGUMENTS.get(name, {}))
+    draw_statistics(net)
+    return net.eval()
+
+
+def draw_statistics(net: nn.Module) -> None:
+    """Set the arrays of all batch normalizations to random numbers."""
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
             with torch.no_grad():
@@ -51,4 +57,3 @@ def create(name: str, classes: int = 1000) -> nn.Module:
                     (module.running_var, 0.5, 1.5),
                 ):
                     array.uniform_(low, high)
-    return net.eval()
