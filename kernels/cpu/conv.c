@@ -61,12 +61,15 @@ static void forward_block(const struct team *team, void *job, int64_t block) {
 void mpidl_conv2d(const value *x, const float *mean, const float *scale, const float *beta,
                   float low, float high, const float *weight, const float *bias, value *y,
                   double *moments, const int32_t *counts, int64_t blocks, const int64_t *shape,
-                  const int64_t *tree, int64_t tile, const value *addend, int64_t relu) {
+                  const int64_t *tree, int64_t tile, const value *addend, int64_t relu,
+                  const value *more, int64_t joined) {
     struct conv c = *(const struct conv *)shape;
     int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, extra = 0;
     const struct winograd winograd = winograd_forward(&c, tile);
     struct pass pass = {.c = c,
                         .x = {x, mean, scale, beta, low, high},
+                        .more = more,
+                        .joined = joined,
                         .weight = weight,
                         .bias = bias,
                         .finish = {addend, (int)relu},

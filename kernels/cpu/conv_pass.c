@@ -22,8 +22,8 @@ void lay_out_x(struct pass *pass, const struct winograd *w, enum form form) {
         columns = most(columns, c->stride_w * winograd_extent(c->Q, w->m_w, w->r));
     }
     lay_out(&pass->in, form, rows, columns, c->stride_w);
-    pass->in_place =
-        !NARROW && !pass->x.mean && c->stride_w == 1 && rows == c->H && columns == c->W;
+    pass->in_place = !NARROW && !pass->x.mean && !pass->more && c->stride_w == 1 && rows == c->H &&
+                     columns == c->W;
 }
 
 int32_t offset_of(const struct pass *pass, int64_t channel, int64_t r, int64_t s) {
@@ -34,21 +34,34 @@ int32_t offset_of(const struct pass *pass, int64_t channel, int64_t r, int64_t s
                      (column % c->stride_w * wide + column / c->stride_w) * LANES);
 }
 
+/* Copy channels of x, which begin at `x`, to the first channels of items of `in`. */
+static void bring_channels(const struct team *team, const struct pass *pass,
+                           const struct padded *in, const value *x, int64_t groups, int64_t group,
+                           struct rows rows) {
+    const struct conv *c = &pass->c;
+    const struct picture picture = {group,      c->H * c->W * LANES, rows.count,
+                                    c->W,       rows.top,            c->left};
+    EACH_TILE(team, ci, groups * item_channels(in->form, group)) {
+        fill_source(in, ci, &pass->x, x + rows.first * c->W * LANES, picture);
+        if (ci % 8 == 0) tick();
+    }
+}
+
 const float *bring_x(const struct team *team, const struct pass *pass, int64_t block,
                      struct rows rows, int keep_border) {
     const struct conv *c = &pass->c;
-    const value *x = pass->x.x + block * c->C * c->H * c->W * LANES;
+    const int64_t pixels = c->H * c->W * LANES, first = pass->more ? pass->joined : c->C;
+    const value *x = pass->x.x + block * first * pixels;
     if (pass->in_place) return (const float *)x;
     struct padded in = pass->in;
-    const int64_t group = c->C / c->groups;
-    const struct picture picture = {group,      c->H * c->W * LANES, rows.count,
-                                    c->W,       rows.top,            c->left};
     in.data = team->shared, in.keep_border = keep_border;
-    EACH_TILE(team, ci, c->groups * item_channels(in.form, group)) {
-        fill_source(&in, ci, &pass->x, x + rows.first * c->W * LANES, picture);
-        if (ci % 8 == 0) tick();
+    bring_channels(team, pass, &in, x, c->groups, first / c->groups, rows);
+    if (pass->more) {
+        const int64_t rest = c->C - first, before = item_channels(in.form, first);
+        in.data = team->shared + floats_of(in.form, before * in.channel_stride);
+        bring_channels(team, pass, &in, pass->more + block * rest * pixels, 1, rest, rows);
     }
-    return in.data;
+    return team->shared;
 }
 
 void convolve(const struct team *team, const struct pass *pass, const struct padded *from,

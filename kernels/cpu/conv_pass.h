@@ -19,6 +19,8 @@ struct phase {
 struct pass {
     struct conv c;
     struct source x;
+    const value *more;    /* the channels of x from `joined` on, or NULL if x.x has all channels */
+    int64_t joined;
     struct gradient dy;
     const float *weight;
     const float *bias;    /* forward: added to y; backward: added to dx; or NULL */

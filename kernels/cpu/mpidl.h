@@ -211,11 +211,14 @@ void mpidl_norm_max_pool_relu_dx(const value *dy, const uint8_t *argmax, const v
 /* conv.c: shape is struct conv of conv.h. tile and dweight_tile are sizes of Winograd tiles, 10 *
  * rows + columns, or 0 for direct sums (winograd.h lists the sizes). moments (blocks, 1 + 2K) or
  * NULL receives (count, mean, M2) of y, folded into the first rows. addend (shape of y) or NULL is
- * added to y. If relu, max(0, y) follows. */
+ * added to y. If relu, max(0, y) follows. If more is not NULL, x has only the first `joined`
+ * channels, and more (blocks, C - joined, H, W, 16) the others: mean is NULL, there is one group,
+ * filters are larger than 1x1, and in bfloat16, joined is even. */
 void mpidl_conv2d(const value *x, const float *mean, const float *scale, const float *beta,
                   float low, float high, const float *weight, const float *bias, value *y,
                   double *moments, const int32_t *counts, int64_t blocks, const int64_t *shape,
-                  const int64_t *tree, int64_t tile, const value *addend, int64_t relu);
+                  const int64_t *tree, int64_t tile, const value *addend, int64_t relu,
+                  const value *more, int64_t joined);
 /* conv_backward.c: dy is the gradient of y. If y_mean is not NULL, dy is the gradient of the
  * activation of y, and the gradient of y is a * dz + b * (y - mean) + c. If y_scale and y_beta are
  * NULL, no activation follows the normalization of y. If only y_mean is NULL, y is the output of a

@@ -56,7 +56,7 @@ Gradients: TypeAlias = tuple[Any, Partial | None, Partial | None, Partial | None
 
 # Functions that exist only in backends with `fuses_convolutions`.
 FUSED = frozenset({"activation", "activation_sums", "conv2d_moments", "conv2d_relu"})
-FUSED |= {"add_relu", "add_relu_dx", "norm_max_pool", "norm_max_pool_relu_dx"}
+FUSED |= {"conv2d_concat_relu", "add_relu", "add_relu_dx", "norm_max_pool", "norm_max_pool_relu_dx"}
 # Functions that exist only in backends without `arrays_on_device`: the host prepares images.
 HOST = frozenset({"image_sums", "keyed_words", "planes", "warp"})
 
@@ -102,6 +102,16 @@ class Backend(TrainingFunctions, Protocol):
         In float32, the bytes are the same as if separate functions computed the convolution, sum
         and ReLU. `addend` has the shape of the result, or is None.
         """
+
+    def conv2d_concat_relu(
+        self,
+        first: Readable,
+        second: Readable,
+        weight: Array,
+        bias: Array | None,
+        geometry: Geometry,
+    ) -> Lanes:
+        """Return max(0, conv2d(concat([first, second]), weight, bias)), with the same bytes."""
 
     def conv2d_moments(
         self,

@@ -11,6 +11,8 @@ These runs of layers become one op:
 - The addition of two values and ReLU.
 - Convolution and ReLU, optionally with the addition of another value between them, as at the end
   of a residual block. The op applies the addition and the ReLU before it stores the result.
+- The concatenation of two values, a convolution with filters larger than 1x1, and ReLU. The
+  concatenated value is not stored.
 - Convolution, ReLU, cross-channel normalization and max pooling. The op stores the output of the
   ReLU and the pooled pixels, but not the normalized pixels.
 
@@ -33,6 +35,7 @@ from mpidl.nn.layers import (
     Add,
     BatchNorm,
     Clip,
+    Concat,
     Conv2D,
     CrossChannelNorm,
     HardSigmoid,
@@ -77,6 +80,7 @@ RUNS: Kinds = (
     (Conv2D, BatchNorm, Clip),
     (Conv2D, Add, ReLU),
     (Conv2D, ReLU, CrossChannelNorm, MaxPool2D),
+    (Concat, Conv2D, ReLU),
     (Conv2D, ReLU),
     (Conv2D, BatchNorm),
     (Add, ReLU),
@@ -95,8 +99,10 @@ def _begins(run, layers, reads, readers):
     """
     if tuple(type(layer) for layer in layers[: len(run)]) != run:
         return False
-    if run[0] is Add and len(reads[0]) != 2:
+    if run[0] in (Add, Concat) and len(reads[0]) != 2:
         return False
+    if run[0] is Concat and (layers[1].groups > 1 or layers[1].size in (1, (1, 1), [1, 1])):
+        return False  # such convolutions do not copy their input in parts
     if run[-1] is BatchNorm:
         types = {type(layer) for layer in readers[layers[len(run) - 1].name]}
         if not types or not types <= READING:
@@ -130,8 +136,9 @@ def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerCont
     """Compute a run of several layers by one op; `x` contains the values of its `outer_reads`."""
     if isinstance(run[0], Add):
         return ops.add_relu(*x)
-    conv: Any = run[0]
-    context = contexts[0]
+    joins = isinstance(run[0], Concat)
+    conv: Any = run[1] if joins else run[0]
+    context = contexts[1] if joins else contexts[0]
     options: dict[str, Any] = {
         "stride": conv.stride,
         "padding": conv.padding,
@@ -139,6 +146,8 @@ def forward(run: Sequence[Layer], x: Sequence[Any], contexts: Sequence[LayerCont
         "groups": conv.groups,
     }
     weight, bias = context["weight"], conv.bias_of(context)
+    if joins:
+        return ops.conv2d_concat_relu(x[0], x[1], weight, bias, **options)
     if isinstance(run[-1], MaxPool2D):
         lrn: Any = run[-2]
         pool: Any = run[-1]

@@ -639,7 +639,7 @@ class Network:
             Names of layers.
         """
         runs = self._plan.runs[fusion.RUNS if self.fuse else ()]
-        return {run.layers[0].name for run in runs}
+        return {run.stored for run in runs}
 
     def analyze(self, batch_size: int = 128) -> Analysis:
         """Return an `Analysis` of the layers: shapes, learnables, memory and operations.

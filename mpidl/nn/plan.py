@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mpidl import phases
 from mpidl.nn import fusion, graph
-from mpidl.nn.layers import Layer, LayerContext
+from mpidl.nn.layers import Concat, Layer, LayerContext
 from mpidl.nn.layers.base import Value
 
 
@@ -18,6 +18,12 @@ class Run(NamedTuple):
     reads: tuple[str, ...]  # names of the outputs of other runs that this run reads
     released: list[str]  # names of the outputs that no later run reads
     name: str  # names of the layers, joined by "+"
+
+    @property
+    def stored(self) -> str:
+        """Name of the layer whose output a training step stores; a joined input is not stored."""
+        joins = len(self.layers) > 1 and isinstance(self.layers[0], Concat)
+        return str(self.layers[1 if joins else 0].name)
 
 
 class Plan:

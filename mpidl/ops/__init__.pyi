@@ -10,6 +10,7 @@ from mpidl.ops.channels import *
 from mpidl.ops.concat import *
 from mpidl.ops.conv import *
 from mpidl.ops.conv import conv2d_relu as conv2d_relu
+from mpidl.ops.conv_concat import conv2d_concat_relu as conv2d_concat_relu
 from mpidl.ops.conv_norm_pool import conv2d_relu_norm_max_pool as conv2d_relu_norm_max_pool
 from mpidl.ops.dense import *
 from mpidl.ops.dropout import *

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mpidl import backends
@@ -34,6 +35,19 @@ def concat(*values: Blocked | Var) -> WithVjp[Blocked]:
     ValueError
         If the dtypes, the axes after the channels or the mini-batches differ.
     """
+    blocked = check_operands(values)
+    first = blocked[0]
+    backend = backends.of_value(first)
+    channels = [v.image_shape[0] for v in blocked]
+
+    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
+        return tuple(first.like(part) for part in backend.split(dy.raw, channels))
+
+    return first.like(backend.concat(in_one_type(blocked))), vjp
+
+
+def check_operands(values: Sequence[Blocked | Var]) -> list[Blocked]:
+    """Return the operands of `concat`. Raises TypeError or ValueError if they are invalid."""
     blocked = [check.images("concat", value) for value in values]
     first = blocked[0]
     if any(v.batch is not first.batch for v in blocked):
@@ -43,10 +57,4 @@ def concat(*values: Blocked | Var) -> WithVjp[Blocked]:
             "concat: expected values of one type that differ only in their channels, got "
             + ", ".join(f"{v.shape} {v.dtype}" for v in blocked)
         )
-    backend = backends.of_value(first)
-    channels = [v.image_shape[0] for v in blocked]
-
-    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        return tuple(first.like(part) for part in backend.split(dy.raw, channels))
-
-    return first.like(backend.concat(in_one_type(blocked))), vjp
+    return blocked

@@ -33,9 +33,24 @@ def conv2d_geometry(
         If the arguments of `conv2d` are invalid.
     """
     check.images("conv2d", x, 4)
+    options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
+    return geometry_for(x.shape[1:], weight, bias, groups=groups, **options)
+
+
+def geometry_for(
+    image_shape: check.Shape,
+    weight: Array,
+    bias: Array | None,
+    *,
+    stride: check.PairArgument = 1,
+    padding: check.PaddingArgument = 0,
+    dilation: check.PairArgument = 1,
+    groups: int = 1,
+) -> Geometry:
+    """Return the Geometry of a convolution of images (C, H, W); see `conv2d_geometry`."""
     options = (check.fixed(v) for v in (stride, padding, dilation))
     bias_shape = None if bias is None else bias.shape
-    return _arguments(x.shape[1:], weight.shape, bias_shape, *options, groups)
+    return _arguments(image_shape, weight.shape, bias_shape, *options, groups)
 
 
 @functools.lru_cache(maxsize=256)

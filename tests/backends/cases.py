@@ -188,6 +188,12 @@ def relu_after(backend, a):
     return backend.relu(y if a["addend"] is None else backend.add(y, a["addend"]))
 
 
+def concat_relu_after(backend, a):
+    """Compute the result of conv2d_concat_relu by separate functions."""
+    x = backend.concat([a["first"], a["second"]])
+    return backend.relu(backend.conv2d(x, *(a[name] for name in ("weight", "bias", "geometry"))))
+
+
 BETWEEN = ("x", "weight", "geometry", "counts", "tree")
 
 
@@ -238,6 +244,12 @@ def fused_convolution(label, shape, backends=("cpu", "gpu")):
     yield Case("conv2d_relu", label, stored, bound, oracle=relu_after, **options)
     joined = forward | {"addend": lanes(*y)}
     yield Case("conv2d_relu", f"{label}, added", joined, bound, oracle=relu_after, **options)
+    if image[0] > 1:
+        count = max(image[0] // 4 * 2, 1)
+        parts = {"first": lanes(count, *image[1:]), "second": lanes(image[0] - count, *image[1:])}
+        both = parts | {name: forward[name] for name in ("weight", "bias", "geometry")}
+        oracle = concat_relu_after
+        yield Case("conv2d_concat_relu", label, both, bound, oracle=oracle, **options)
     yield Case(
         *("conv2d_backward", f"{label}, between activations", backward, backward_bound),
         call=through_activations,

@@ -60,6 +60,16 @@ LAYERS = {
         *(dl.Conv2D(1, 32), dl.BatchNorm(name="m"), dl.Add(inputs=("m", "joined")), dl.ReLU()),
         dl.Dense(3),
     ],
+    "concatenation": [
+        *(dl.Conv2D(3, 16, padding=1, name="a"), dl.ReLU(name="r")),
+        *(dl.MaxPool2D(2), dl.TransposedConv2D(2, 8, stride=2, name="up")),
+        *(dl.Concat(inputs=("up", "r")), dl.Conv2D(3, 16, padding=1), dl.ReLU(name="s")),
+        *(dl.Concat(inputs=("s", "a")), dl.Conv2D(1, 6), dl.ReLU(name="t")),
+        *(dl.Conv2D(3, 5, padding=1), dl.BatchNorm(), dl.ReLU(name="n")),
+        *(dl.Concat(inputs=("n", "t")), dl.Conv2D(3, 4, stride=2), dl.ReLU(name="u")),
+        *(dl.Concat(inputs=("u", "u")), dl.Conv2D(3, 4, dilation=2), dl.ReLU()),
+        dl.Dense(3),
+    ],
     "clips": [
         *(dl.Conv2D(3, 8, padding=1, name="c"), dl.BatchNorm(), dl.Clip(0, 1.5, name="a")),
         *(dl.Conv2D(3, 8, padding=1, groups=8), dl.BatchNorm(), dl.Clip(-0.5, 1, name="b")),

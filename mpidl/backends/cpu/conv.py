@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from mpidl.backends import settings, shapes
-from mpidl.backends.cpu import arenas
+from mpidl.backends.cpu import arenas, join
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import (
     NO_NORM,
@@ -19,7 +19,7 @@ from mpidl.backends.cpu.call import (
     tree_of,
 )
 from mpidl.backends.deferred import NormalizedInput
-from mpidl.core.blocks import LANES
+from mpidl.core.blocks import LANES, DeferredInput
 from mpidl.core.fold import Partial, Term, add, merge_moments
 from mpidl.core.values import BF16
 
@@ -205,9 +205,13 @@ def _fastest(tiles, side, taps, step, output, befores=(None, None), worth=WORTH)
 
 def plan(x, weight, geometry):
     """Return (`struct conv`, output shape (K, P, Q), Winograd tile sizes) of a convolution."""
-    shape, output = _sizes(x.shape[1:-1], weight.shape, geometry)
+    return _plan(x.shape[1:-1], x.dtype, weight, geometry)
+
+
+def _plan(image_shape, dtype, weight, geometry):
+    shape, output = _sizes(image_shape, weight.shape, geometry)
     per_group = (len(weight) // geometry.groups, *weight.shape[1:])
-    narrow = x.dtype == BF16
+    narrow = dtype == BF16
     tiles = winograd_tiles(per_group, *geometry[:3], output, settings.winograd, narrow)
     return shape, output, tiles
 
@@ -222,20 +226,36 @@ def conv2d_relu(x, weight, bias, geometry, addend):
     return _forward(x, weight, bias, geometry, addend=addend, relu=True)[0]
 
 
+def conv2d_concat_relu(first, second, weight, bias, geometry):
+    parts = operand(first), operand(second)
+    copies = geometry.groups == 1 and weight.shape[2:] != (1, 1)  # the kernel copies x in parts
+    copies = copies and not any(isinstance(part, DeferredInput) for part in parts)
+    if not copies or (parts[0].dtype == BF16 and parts[0].shape[1] % 2):
+        return conv2d_relu(join.concat(parts), weight, bias, geometry, None)
+    second = np.ascontiguousarray(parts[1])
+    return _forward(parts[0], weight, bias, geometry, relu=True, second=second)[0]
+
+
 def conv2d_moments(x, weight, bias, geometry, counts, tree):
     y, rows = _forward(x, weight, bias, geometry, counts, tree)
     return y, partial_of_rows(rows, tree, merge_moments)
 
 
-def _forward(x, weight, bias, geometry, counts=None, tree=None, addend=None, relu=False):
+def _forward(
+    x, weight, bias, geometry, counts=None, tree=None, addend=None, relu=False, second=None
+):
+    """Return the convolution and its moments; the array `second` has further channels of x."""
     source = source_of(operand(x))
-    blocks = len(source[0])
-    shape, output, (tile, _, _) = plan(source[0], weight, geometry)
+    blocks, channels, *size, _ = source[0].shape
+    all_channels = channels + (0 if second is None else second.shape[1])
+    image_shape = all_channels, *size
+    shape, output, (tile, _, _) = _plan(image_shape, source[0].dtype, weight, geometry)
     y = arenas.empty((blocks, *output, source[0].shape[-1]), source[0].dtype)
     rows = None if tree is None else arenas.empty((blocks, 1 + 2 * len(weight)), np.float64)
     weight, bias = per_channel(weight), per_channel(bias)
     numbers = counts, blocks, shape, tree and tree_of(tree), tile
-    kernels().conv2d(*source, weight, bias, y, rows, *numbers, addend, int(relu))
+    parts = addend, int(relu), second, channels
+    kernels().conv2d(*source, weight, bias, y, rows, *numbers, *parts)
     return y, rows
 
 

@@ -23,6 +23,7 @@ from mpidl.backends.gpu import (
     conv_depthwise,
     conv_direct,
     fold,
+    join,
     launching,
     pad,
 )
@@ -164,6 +165,10 @@ def conv2d(x, weight, bias, geometry):
 def conv2d_relu(x, weight, bias, geometry, addend):
     y = forward(x, weight, bias, geometry)[0]
     return batchnorm.add_operands(y, addend, relu=True)
+
+
+def conv2d_concat_relu(first, second, weight, bias, geometry):
+    return conv2d_relu(join.concat([first, second]), weight, bias, geometry, None)
 
 
 def conv2d_moments(x, weight, bias, geometry, counts, tree):

@@ -89,9 +89,13 @@ def activated(operand):
 def forward(case, values):
     """Return the results of a fused forward pass from a direct sum in float32."""
     weight, bias, geometry = (values[name] for name in ("weight", "bias", "geometry"))
-    y = direct.conv2d(activated(values["x"]), weight, bias, geometry)
-    if case.function == "conv2d_relu":
-        addend = values["addend"]
+    if case.function == "conv2d_concat_relu":
+        x = np.concatenate([numbers(values["first"]), numbers(values["second"])], axis=1)
+    else:
+        x = activated(values["x"])
+    y = direct.conv2d(x, weight, bias, geometry)
+    if case.function in ("conv2d_relu", "conv2d_concat_relu"):
+        addend = values.get("addend")
         return bf16.narrowed(np.maximum(y if addend is None else y + numbers(addend), 0))
     y = bf16.narrowed(y)
     return y, CPU.moments(y, values["counts"], values["tree"])
