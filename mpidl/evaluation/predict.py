@@ -346,7 +346,8 @@ def by_batch(
     None). `bad_images` receives the images that cannot be read, which are skipped; by default, such
     an image raises an error. With `exact`, the arithmetic is that of training, so that the function
     can compute gradients. With `sparing`, which is for large images, less memory is needed: that of
-    the network is planned, and threads read only one mini-batch in advance.
+    the network is planned, threads read only one mini-batch in advance, and the results of each
+    rank are an item.
     """
     queue: dict[str, Any] = {"prefetch": 1} if sparing else {}
     batches = in_order(net, datastore, world, batch_size, bad_images=bad_images, **queue)
@@ -359,11 +360,13 @@ def by_batch(
             result = function(net, images) if memory is None else memory.call(function, net, images)
         indices = images.batch.indices
         del images, targets  # frees memory for the next mini-batch
-        shares = world.gather((indices, result))
-        item = (None, None) if shares is None else _joined(shares)
-        del result, shares
-        yield item
-        del item  # the next mini-batch needs this memory, too
+        shares = world.gather((indices, result)) or [(None, None)] * world.size
+        del result
+        if not sparing:
+            yield shares[0] if world.rank else _joined(shares)
+        while sparing and shares:
+            yield shares.pop(0)
+        del shares  # the next mini-batch needs this memory, too
 
 
 def _joined(shares):

@@ -23,7 +23,14 @@ from mpidl.options.declaration import flag
 from mpidl.ranks.world import World
 from mpidl.report import arrays
 from mpidl.text import class_names, printable
-from mpidl.tiles.pictures import DecodedPicture, Picture, Pictures, TIFFPicture, open_pictures
+from mpidl.tiles.pictures import (
+    DecodedPicture,
+    Picture,
+    Pictures,
+    StoredPicture,
+    TIFFPicture,
+    open_pictures,
+)
 from mpidl.tiles.tiled import Band, TiledNetwork, check_preprocess, tiles_per_batch
 
 UNDEFINED = 255  # value of a pixel whose scores include NaN
@@ -34,7 +41,10 @@ def check_options(parsed: argparse.Namespace) -> None:
     """Raise UserError if an option is not for tiles, or if --out is missing or invalid."""
     for name in REFUSED:
         if getattr(parsed, name):
-            raise UserError(f"{flag(name)}: expected no --tile with it")
+            raise UserError(
+                f"{flag(name)}: expected no --tile with it: outputs of tiles are not compared with "
+                "labels, and have no activations"
+            )
     if parsed.on_bad_image != "stop":
         raise UserError("--on-bad-image skip: expected no --tile with it")
     if not parsed.out:
@@ -80,7 +90,15 @@ def write_predictions(parsed: argparse.Namespace, world: World, net: Network) ->
         tiling = tiled.tiling
         print(f"Tiles: {tiling.side}x{tiling.side}, overlap {tiling.overlap}")
         print(outputs.describe(parsed.out))
+        if has_targets(pictures):
+            print("Accuracy: not computed, because outputs of tiles are not compared with targets")
     return pictures
+
+
+def has_targets(pictures: Sequence[Picture]) -> bool:
+    """Return whether the pictures belong to a data set with targets, such as masks."""
+    stores = [picture.store for picture in pictures if isinstance(picture, StoredPicture)]
+    return any(store.targets_shape is not None for store in stores[:1])
 
 
 def check_classes(net: Network, out: str) -> None:

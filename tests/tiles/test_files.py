@@ -100,8 +100,17 @@ def test_one_file_a_gray_file_and_a_data_set(folder, tmp_path):
         np.testing.assert_array_equal(np.asarray(picture), expected)
     for name in ("x/1.png", "y/1.png"):
         save(folder / "labelled" / name, pixels_of(ord(name[0]), 3, 70, 66))
-    run(folder, 2, tmp_path / "set", images="labelled")
+    result = run(folder, 2, tmp_path / "set", images="labelled")
     assert set(contents(tmp_path / "set")) == {"000000-1.png", "000001-1.png"}
+    assert "Accuracy" not in result.stdout
+
+
+def test_masks_of_a_data_set_are_not_compared(folder, tmp_path):
+    pairs = {"images": pixels_of(5, 2, 3, 70, 66), "targets": np.zeros((2, 70, 66), np.int32)}
+    np.savez(folder / "pairs.npz", **pairs)
+    result = run(folder, 2, tmp_path / "out", images="pairs.npz")
+    assert result.stdout.count("Accuracy: not computed, because outputs of tiles are not") == 1
+    assert set(contents(tmp_path / "out")) == {"000000.png", "000001.png"}
 
 
 def test_undefined_scores(folder, tmp_path):
@@ -199,8 +208,8 @@ def test_emulated_gpus_write_the_same_masks(folder, tmp_path):
 
 @pytest.mark.slow("wings")
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("kind", ["tif", "png"])
-def test_a_large_image_takes_little_memory(kind, tmp_path):
+@pytest.mark.parametrize(("kind", "tile", "overlap"), [("tif", 512, 64), ("png", 256, 32)])
+def test_a_large_image_takes_little_memory(kind, tile, overlap, tmp_path):
     """Negative control: the scores of the whole image alone would take 0.75 GiB per rank."""
     pixels = pixels_of(0, 8192, 8192, 3)
     if kind == "tif":
@@ -215,7 +224,7 @@ def test_a_large_image_takes_little_memory(kind, tmp_path):
         "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
     words = ["--model", tmp_path / "model.h5", "--data", tmp_path / f"large.{kind}"]
-    words += ["--tile", 256, "--overlap", 32, "--out", tmp_path / "out"]
+    words += ["--tile", tile, "--overlap", overlap, "--out", tmp_path / "out"]
     result = launcher.mpirun(2, program, *words)
     assert result.returncode == 0, result.stderr
     peaks = [int(line.split()[1]) for line in result.stdout.splitlines() if "peak" in line]
