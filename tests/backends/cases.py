@@ -219,6 +219,10 @@ def through_activations_separately(backend, a):
     return with_sums(backend, gradients, a)
 
 
+# convolutions of two concatenated values: copied in parts, by Winograd, or concatenated first
+CONCATENATED = ("3x3", "3x3 by 2", "1x1", "odd channels", "large 5x5", "16 channels a group")
+
+
 def fused_convolution(label, shape, backends=("cpu", "gpu")):
     """Yield the cases of a convolution fused with the activations before and after it."""
     image, (k, r, s), *geometry = shape
@@ -244,7 +248,7 @@ def fused_convolution(label, shape, backends=("cpu", "gpu")):
     yield Case("conv2d_relu", label, stored, bound, oracle=relu_after, **options)
     joined = forward | {"addend": lanes(*y)}
     yield Case("conv2d_relu", f"{label}, added", joined, bound, oracle=relu_after, **options)
-    if image[0] > 1:
+    if label in CONCATENATED:
         count = max(image[0] // 4 * 2, 1)
         parts = {"first": lanes(count, *image[1:]), "second": lanes(image[0] - count, *image[1:])}
         both = parts | {name: forward[name] for name in ("weight", "bias", "geometry")}

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import shutil
+import zlib
 
 import numpy as np
 import pytest
@@ -25,7 +26,18 @@ needs_package = pytest.mark.skipif(
 )
 
 
-def test_a_folder_with_a_file_of_pytorch(tmp_path):
+@pytest.fixture
+def quick_draws(monkeypatch):
+    """Draw the millions of initial weights from streams, which is faster than from keys."""
+
+    def uniform(seed, key, count):
+        stream = np.random.default_rng([seed, zlib.crc32(repr(key).encode())])
+        return stream.random(count)
+
+    monkeypatch.setattr(keyed, "uniform", uniform)
+
+
+def test_a_folder_with_a_file_of_pytorch(quick_draws, tmp_path):
     net = zoo.resnet18(seed=3)
     arrays = {
         weight_names.torchvision_name(name, net): array
@@ -40,20 +52,20 @@ def test_a_folder_with_a_file_of_pytorch(tmp_path):
     assert loaded.preprocess == dl.Preprocess((256, 256), "rgb", cover=True, crop=(224, 224))
 
 
-def test_a_model_file_keeps_its_preprocessing(tmp_path):
+def test_a_model_file_keeps_its_preprocessing(quick_draws, tmp_path):
     net = zoo.resnet18(seed=3)
     net.preprocess = dl.Preprocess((224, 224), "rgb")
     dl.save_model(tmp_path / "resnet18.h5", net)
     assert dl.pretrained("resnet18", folder=tmp_path).preprocess == net.preprocess
 
 
-def test_weights_of_another_network(tmp_path):
+def test_weights_of_another_network(quick_draws, tmp_path):
     dl.save_weights(dl.Network([dl.Dense(3)], (1, 2, 2)), tmp_path / "resnet18.safetensors")
     refusal(dl.pretrained, "resnet18", folder=tmp_path)
 
 
 @needs_package
-def test_the_weights_of_a_package(monkeypatch, tmp_path):
+def test_the_weights_of_a_package(monkeypatch, quick_draws):
     """MobileNetV2 tells drawn shapes apart, which a network with initial weights does not."""
     monkeypatch.setenv("MPIDL_WEIGHTS", "")
     net = dl.pretrained("mobilenet_v2")
@@ -67,11 +79,12 @@ def test_the_weights_of_a_package(monkeypatch, tmp_path):
         batch = dl.share(2, dl.OneRank())
         return net(dl.from_images(net.normalization(images), batch)).local()
 
-    top = np.sort(scores(net))[:, -1] - np.sort(scores(net))[:, -2]
-    assert scores(net).argmax(1)[0] != scores(net).argmax(1)[1] and top.max() > 0.5
+    values = scores(net)
+    top = np.sort(values)[:, -1] - np.sort(values)[:, -2]
+    assert values.argmax(1)[0] != values.argmax(1)[1] and top.max() > 0.5
     drawn = zoo.mobilenet_v2(seed=1)
     drawn.normalization = net.normalization
-    assert abs(scores(drawn)).max() < abs(scores(net)).max()
+    assert abs(scores(drawn)).max() < abs(values).max()
 
 
 def test_fetch_fills_a_folder(monkeypatch, tmp_path, capsys):

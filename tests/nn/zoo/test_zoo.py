@@ -9,6 +9,7 @@ from network_steps import bytes_of, step
 from single_rank import SingleRank, blocked
 
 import mpidl as dl
+from mpidl.core import keyed
 from mpidl.losses import cross_entropy
 from mpidl.nn import zoo
 
@@ -58,8 +59,9 @@ def test_the_tables_of_the_residual_network():
     assert summary.flops == 2 * products
 
 
-def test_the_tables_of_alexnet():
+def test_the_tables_of_alexnet(monkeypatch):
     """Compute the counts from the shapes, because drawing 61 million weights would take seconds."""
+    monkeypatch.setattr(keyed, "uniform", lambda seed, key, count: np.zeros(count, np.float32))
     shape, learnables, products = (3, 227, 227), 0, 0
     layers = zoo.alexnet((3, 67, 67), 2).layers
     names = [layer.name for layer in layers]
@@ -123,10 +125,10 @@ def test_the_command_trains_the_cifar_network(world, without_plots, tmp_path, ch
     folder = world.broadcast(str(tmp_path))
     if world.rank == 0:
         for name in ("cat", "dog"):
-            for i in range(20):
+            for i in range(6):
                 save(tmp_path / "data" / name / f"{i}.png", pixels_of((i,), channels, 32, 32))
     world.barrier()
-    arguments = f"--network cifar --data {folder}/data --batch-size 20 --max-iterations 2"
+    arguments = f"--network cifar --data {folder}/data --batch-size 6 --max-iterations 2"
     assert main([*arguments.split(), "--out", f"{folder}/out"]) == 0
     world.barrier()
     with open(f"{folder}/out/summary.json") as file:
