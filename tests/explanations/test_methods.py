@@ -131,7 +131,7 @@ def test_finite_differences(images, end):
 def test_integrated_gradients_are_complete(images):
     """They add up to the difference of the scores of image and baseline; fewer steps do not."""
     net, baseline = smooth(), np.full(SHAPE, 0.25, np.float32)
-    errors = []
+    images, errors = images[:16], []
     for steps in (32, 1):
         result = dl.explain(
             net, images, method="integrated-gradients", target=0, baseline=baseline, steps=steps

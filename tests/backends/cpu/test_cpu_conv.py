@@ -91,10 +91,10 @@ def test_without_dx_the_gradient_of_y_may_overwrite_its_cotangent(label, monkeyp
 
 STRIP = 32 << 20  # bytes of a padded copy above which a convolution copies strips of rows
 TALL = {  # channels, outputs, side of the filter, Geometry, --winograd, type of the input
-    "tiles of 4x4": (16, 16, 3, Geometry((1, 1), ((1, 1), (1, 1))), "fast", "f4"),
     "direct by 2": (16, 5, 3, Geometry((2, 2), ((0, 1), (0, 1))), "off", "f4"),
 }
 MORE_TALL = {
+    "tiles of 4x4": (16, 16, 3, Geometry((1, 1), ((1, 1), (1, 1))), "fast", "f4"),
     "tiles of 2x2": (16, 16, 5, Geometry((1, 1), ((2, 2), (2, 2)), groups=2), "auto", "f4"),
     "tiles by 2": (32, 16, 3, Geometry((2, 2), ((1, 1), (1, 1))), "auto", "f4"),
     "dilated": (16, 6, 3, Geometry((1, 1), ((3, 1), (1, 3)), (3, 2)), "off", "f4"),

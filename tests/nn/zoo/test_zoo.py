@@ -89,7 +89,7 @@ SLOW = pytest.mark.slow("ranks")
 @pytest.mark.parametrize(
     "name, shape, classes, count",
     [
-        ("cifar", (3, 32, 32), 10, 37),
+        ("cifar", (3, 32, 32), 10, 20),
         pytest.param("digits", (1, 28, 28), 10, 37, marks=SLOW),
         pytest.param("resnet", (2, 12, 12), 4, 20, marks=SLOW),
         pytest.param("fashion", (1, 13, 12), 10, 37, marks=SLOW),
