@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidl.data.array_datastore import MOST_CLASSES, check_labels
 from mpidl.errors import UserError
-from mpidl.text import printable
+from mpidl.text import name_list, printable
 
 
 def align_labels(
@@ -33,9 +33,9 @@ def align_labels(
     used = np.unique(labels)
     unknown = [names[i] for i in used if names[i] not in index]
     if unknown:
-        listing = ", ".join(printable(name) for name in classes)
         raise UserError(
-            f"{source}: class {printable(unknown[0])} is not one of the classes ({listing})"
+            f"{source}: class {printable(unknown[0])} is not one of the classes "
+            f"({name_list(classes)})"
         )
     table = np.zeros(len(names), np.int64)
     table[used] = [index[names[i]] for i in used]

@@ -111,7 +111,11 @@ def test_open_data_names_files_it_cannot_use(tmp_path):
         (tmp_path / name).write_bytes(b"no data")
     expected = "expected a folder, an HDF5 file, a .mat file, an .npz file or a .csv table, "
     expected += "found a file of another type"
-    hints = {"1.png": "", "x.txt": "", "cifar-10-binary.tar.gz": "; unpack it first"}
+    hints = {
+        "1.png": "; to read an image, name the folder that contains it",
+        "x.txt": "",
+        "cifar-10-binary.tar.gz": "; unpack it first",
+    }
     for name, hint in hints.items():
         path = tmp_path / name
         assert refusal(open_data, str(path)) == f"--data {path}: {expected}{hint}"

@@ -17,7 +17,7 @@ from mpidl.data.urls import is_remote
 from mpidl.errors import UserError
 from mpidl.files import Stamp, on_rank_0, reason, stamp
 from mpidl.matlab_names import explain_arguments
-from mpidl.text import did_you_mean, printable
+from mpidl.text import did_you_mean, name_list, printable
 
 
 class ImageFolder(ImageList):
@@ -124,7 +124,7 @@ def list_images(
     elif classes is not None and (unknown := sorted(used - set(classes), key=os.fsencode)):
         problem = (
             f"sub-folder {printable(unknown[0])} is not one of the classes "
-            f"({', '.join(map(printable, classes))}){did_you_mean(unknown[0], classes)}"
+            f"({name_list(classes)}){did_you_mean(unknown[0], classes)}"
         )
     if problem and labelled:
         raise UserError(f"{printable(folder)}: {problem}")

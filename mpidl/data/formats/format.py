@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl.data.datastore import Datastore
+from mpidl.data.formats.image_files import SUFFIXES as IMAGE_SUFFIXES
 from mpidl.data.paths import head, reading
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess
 from mpidl.errors import UserError
@@ -164,7 +165,11 @@ def file_format(path: str, option: str, formats: Iterable[Format]) -> Format:
             return candidate
     *nouns, last = ["a folder", *(fmt.noun for fmt in formats if fmt.noun)]
     expected = f"{', '.join(nouns)} or {last}"
-    hint = "; unpack it first" if path.endswith((".gz", ".tar", ".tgz", ".zip")) else ""
+    hint = ""
+    if path.endswith((".gz", ".tar", ".tgz", ".zip")):
+        hint = "; unpack it first"
+    elif path.lower().endswith(IMAGE_SUFFIXES):
+        hint = "; to read an image, name the folder that contains it"
     raise UserError(
         f"{option} {printable(path)}: expected {expected}, found a file of another type{hint}"
     )

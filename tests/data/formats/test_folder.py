@@ -139,6 +139,8 @@ def test_folder_numbers_labels_by_given_classes(tmp_path):
     text = refusal(ImageFolder, tmp_path, classes=["dog", "emus"])
     assert "sub-folder emu is not one of the classes (dog, emus): did you mean emus?" in text
     assert ImageFolder(tmp_path, classes=["x"], labelled=False).labels is None
+    class_names = [f"class {i}" for i in range(1000)]
+    assert refusal(ImageFolder, tmp_path, classes=class_names).endswith("class 9 and 990 more)")
 
 
 def test_folder_without_labels(tmp_path):
