@@ -17,7 +17,7 @@ def commands() -> dict[str, str]:
 
     return {
         "train": "Train a network",
-        "predict": "Classify images",
+        "predict": "Classify images, or predict numbers or pixels",
         "verify": "Check that every number of ranks gives the same weights",
         "info": "Show hardware and libraries, or the layers of a network",
         "pack": "Write a dataset into one HDF5 file",
@@ -67,7 +67,7 @@ def overview() -> str:
         "usage: mpidl COMMAND [OPTION VALUE] ...\n"
         "       mpirun -n 4 mpidl train --data photos\n\n"
         f"commands:\n{rows}\n\n"
-        "mpidl COMMAND --help shows the commonest options of a command, and --help-all shows all.\n"
+        "mpidl COMMAND --help shows the most common options of a command, --help-all shows all.\n"
         "python -m mpidl.COMMAND is the same command."
     )
 

@@ -52,7 +52,7 @@ WINGS = {  # {folder in mpidl/, with dots: wing}
     "published": Wing(
         purpose="networks with published weights",
         command="fetch",
-        summary="Download published weights",
+        summary="Download published weights of networks, such as ResNet-50",
     ),
     "certificates": Wing(
         purpose="certificates of training runs, and their audits",
@@ -62,7 +62,7 @@ WINGS = {  # {folder in mpidl/, with dots: wing}
     "explanations": Wing(
         purpose="maps that explain the decisions of networks",
         command="explain",
-        summary="Show which pixels decide about the classes of images",
+        summary="Show which pixels of an image decide its class",
     ),
     "tiles": Wing(purpose="predictions for large images, tile by tile"),
     "backends.gpu": Wing(purpose="computing on GPUs"),

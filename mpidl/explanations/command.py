@@ -35,7 +35,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     """Parse the arguments of mpidl.explain; `arguments.train` describes parameters and errors."""
     parser = Parser(
         "mpidl.explain",
-        "Show which pixels decide about the classes of images, in pictures and in a table.",
+        "Show which pixels of an image decide its class. The command writes a map of the pixels\n"
+        "of each image, as a picture and as numbers. docs/explain.md compares the methods.",
         quiet,
         COMMON,
         RUN,
@@ -51,7 +52,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.text(
         "--method",
         "NAME",
-        f"{', '.join(methods.METHODS)}; default: grad-cam",
+        f"How maps are computed: {', '.join(methods.METHODS)}; default: grad-cam",
         methods.METHODS,
         type=one_of(*methods.METHODS),
         default="grad-cam",
@@ -66,7 +67,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.text("--out", "DIR", f"Folder for pictures, maps and table; default: {FOLDER}")
     parser.number(
         "--worst",
-        "Explain only the K mistakes with the largest probabilities, in a page mistakes.html",
+        "Explain only the K wrong predictions with the largest probabilities, in the page "
+        "mistakes.html of --out; the images need labels",
         metavar="K",
     )
     _add_method_options(parser)
@@ -90,15 +92,33 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
 
 def _add_method_options(parser):
     """Add the options that only some of the methods have."""
-    parser.text("--layer", "LAYER", "Grad-CAM: the layer; default: the last one with pixels")
-    for name, default in (("window", "an eighth of the image"), ("stride", "half of the window")):
-        parser.text(f"--{name}", "HxW", f"Occlusion: {name}; default: {default}", type=SIZE)
-    parser.number("--steps", "Integrated gradients: gradients per image; default: 50")
+    parser.text(
+        "--layer",
+        "LAYER",
+        "Grad-CAM: name of the layer whose features the map shows; default: the last layer whose "
+        "output has rows and columns",
+    )
+    parser.text(
+        "--window",
+        "HxW",
+        "Occlusion: size of the window that hides pixels; default: an eighth of the image",
+        type=SIZE,
+    )
+    parser.text(
+        "--stride",
+        "HxW",
+        "Occlusion: step from one position of the window to the next; default: half of the window",
+        type=SIZE,
+    )
+    parser.number(
+        "--steps",
+        "Integrated gradients: number of gradients per image, more are more exact; default: 50",
+    )
     parser.text(
         "--baseline",
         "X",
-        "Occlusion and integrated gradients: a pixel without information, after normalization; "
-        "default: 0",
+        "Occlusion and integrated gradients: value of a pixel without information, in the units of "
+        "normalized pixels; default: 0",
         type=NUMBER,
     )
 
@@ -119,7 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed.bad_images = BadImages.of_options(parsed)
     console = Console(world.rank, stream=sys.stderr)  # stdout is for the results
     with console.stage("reading the data"):
-        images = predict.converted(parsed, net, _opened(parsed, world, net))
+        opened = _opened(parsed, world, net)
+        _need_labels(parsed, opened)
+        images = predict.converted(parsed, net, opened)
     predict.check_shape(net, images, printable(parsed.data))
     if net.classes is None and images.labels is not None:
         if net.output_shape == (len(images.classes),):
@@ -166,6 +188,17 @@ def _make_folder(folder):
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {printable(folder)}: cannot be created: {reason(error)}") from None
+
+
+def _need_labels(parsed, images):
+    """Raise UserError if the options need labels, and sub-folders do not match the classes."""
+    problem = getattr(images, "unlabelled", None)
+    option = "--worst" if parsed.worst else "--target true" if parsed.target == TRUE else None
+    if option and problem:
+        raise UserError(
+            f"{option}: expected a class of the network for each image: "
+            f"{printable(parsed.data)}: {problem}"
+        )
 
 
 def _opened(parsed, world, net):

@@ -22,21 +22,28 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     """Parse the arguments of mpidl.fetch; `arguments.train` describes parameters and errors."""
     parser = Parser(
         "mpidl.fetch",
-        "Download published weights from the Hugging Face hub, for dl.pretrained and for train\n"
-        "--weights published. Run it on a machine with internet, such as a login node.",
+        "Download weights of networks that were trained on ImageNet from the Hugging Face hub.\n"
+        "dl.pretrained and mpidl train --weights published use them. Run the command on a machine\n"
+        "with internet access, such as a login node.",
         quiet,
         epilog="exit codes: 0 success; 1 the download failed; 2 invalid options",
     )
     parser.add_argument(
-        "networks", metavar="NAME", nargs="*", help=f"Networks: {', '.join(CATALOG)}"
+        "networks",
+        metavar="NAME",
+        nargs="*",
+        help=f"One or more of these networks: {', '.join(CATALOG)}",
     )
     parser.text(
         "--folder",
         "DIR",
-        "Write DIR/NAME.safetensors and the names of the classes instead of filling the cache of "
-        f"the hub; on another machine, set {sources.FOLDER} to a copy of the folder",
+        "Write the weights to DIR/NAME.safetensors, with the names of the classes, to copy them to "
+        f"another machine, where the environment variable {sources.FOLDER} names the folder; "
+        "default: write to the cache of the hub",
     )
-    parser.switch("--list", "List the networks, their repositories and what this machine has")
+    parser.switch(
+        "--list", "List the networks, their repositories, and the place of weights on this machine"
+    )
     parsed = parser.parse(argv)
     if not parsed.list and not parsed.networks:
         raise UserError("fetch: expected the name of a network, or --list, found none")

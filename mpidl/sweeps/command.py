@@ -45,24 +45,30 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     """Parse the arguments of mpidl.sweep; `arguments.train` describes parameters and errors."""
     parser = Parser(
         "mpidl.sweep",
-        "Train many networks at once. The ranks work in groups, and a group takes the next trial\n"
-        "as soon as it is free. The same command continues a sweep.",
+        "Train many networks in one job. The training of one network is a trial. The ranks work\n"
+        "in groups, and a group takes the next trial as soon as it is free. The same command\n"
+        "continues a sweep that was stopped or killed.",
         quiet,
         epilog=EXIT_CODES,
     )
-    parser.add_argument("file", metavar="FILE.toml", help="The trials (docs/sweep.md)")
+    parser.add_argument(
+        "file",
+        metavar="FILE.toml",
+        help="Options of the trials, or ranges of a search (docs/sweep.md)",
+    )
     parser.text(
         "--out",
         "DIR",
-        "Folder for table.csv and a folder per trial; default: runs/FILE without .toml",
+        "Folder of the sweep, for table.csv and a folder per trial; default: runs/FILE without "
+        ".toml",
     )
     parser.number(
         "--ranks-per-model",
         "Ranks that train a model together; N must divide the number of ranks; default: 1",
     )
     parser.number("--trial", "Train only trial I, counted from 1, on all ranks", metavar="I")
-    parser.switch("--table", "Write and print the table, without training")
-    parser.switch("--retry-failed", "Train failed trials again")
+    parser.switch("--table", "Write and print the table of the trials so far, without training")
+    parser.switch("--retry-failed", "Train failed trials again, which are skipped otherwise")
     parsed = parser.parse(argv)
     modes = {"--trial": parsed.trial, "--table": parsed.table}
     modes |= {"--ranks-per-model": parsed.ranks_per_model}
@@ -243,7 +249,10 @@ class Command:
             f"Search: {search.sampler} for the {verb} {metric}, parallel {search.parallel}{pruner}"
         )
         if group.count > search.parallel:
-            print(f"note: parallel {search.parallel}: only as many groups work at the same time")
+            print(
+                f"note: only {search.parallel} of the {group.count} groups work at the same time, "
+                f"because [search] has parallel = {search.parallel}"
+            )
 
     def _propose(self, search, group, folder):
         """Return the folder of a trial with its options; None if the trial cannot start."""

@@ -4,6 +4,7 @@ import csv
 import hashlib
 import os
 import re
+import shutil
 
 import jobs
 import numpy as np
@@ -238,6 +239,12 @@ def test_refusals(folder, tmp_path):
     words = [folder / "model.h5", image, "--out", tmp_path / "out", "--worst", 2]
     line = refusal(command.main, [str(word) for word in words])
     assert line.startswith("--worst: expected images with a class label each, found none in")
+    (tmp_path / "strange" / "asp").mkdir(parents=True)
+    shutil.copy(image, tmp_path / "strange" / "asp")
+    words = [folder / "model.h5", tmp_path / "strange", "--out", tmp_path / "out"]
+    for options in (["--worst", 2], ["--target", "true"]):
+        line = refusal(command.main, [str(word) for word in (*words, *options)])
+        assert line.startswith(options[0]) and "sub-folder asp is not one of the" in line
     result = explain(folder, 2, "refused", "--steps", 3, check=2)
     assert "--steps: expected the method integrated-gradients" in jobs.refusal(result)
 
