@@ -124,9 +124,10 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
         )
     shape = image_shape(options, datastore.image_shape)
     if shape != net.input_shape:
+        crop = "" if shape == datastore.image_shape else " after random_crop or resized_crop"
         raise UserError(
             f"{datastore.describe()}: expected images of shape {net.input_shape}, which the "
-            f"network expects, found {shape}"
+            f"network expects, found {shape}{crop}"
         )
     store = options.validation
     if store is not None and not len(store):

@@ -271,6 +271,7 @@ def test_losses_read_an_activation_that_is_not_stored(world, op):
         ([dl.BatchNorm(epsilon="1")], "^batchnorm1: expected epsilon > 0 and a decay"),
         ([dl.CrossChannelNorm(5, alpha="1")], "^crosschannelnorm1: expected "),
         ([dl.Add(inputs=3)], "^add1: expected the names of two or more inputs, got 3"),
+        ([dl.LSTM(4, returns="last"), dl.GRU(4)], r"^gru1: .* returns='sequence', got \(4,\)"),
         ([dl.ReLU(name=5)], "^layer names must be unique strings without '.' or '/', got 5"),
     ],
 )

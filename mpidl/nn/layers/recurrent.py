@@ -70,6 +70,7 @@ class _Recurrent(Weighted):
         if len(shape) != 3:
             raise ValueError(
                 f"{self.name}: expected images (C, H, W), whose rows are the steps of a sequence, "
+                f"such as (1, steps, features), or the output of a layer with returns='sequence', "
                 f"got {shape}"
             )
         outputs = KINDS[self.kind].gates * self.units

@@ -272,6 +272,14 @@ def test_errors_name_options_as_they_are_typed():
     assert [input_pipeline.image_shape(options, SHAPE) for options in both] == [(3, 9, 9)] * 2
 
 
+def test_errors_say_that_the_shape_is_that_of_the_window():
+    net = dl.Network([dl.Dense(7)], (3, 8, 8))
+    text = refusal(input_pipeline.check, net, store_of(4), dl.TrainingOptions(random_crop=9))
+    assert text.endswith("network expects, found (3, 9, 9) after random_crop or resized_crop")
+    text = refusal(input_pipeline.check, net, store_of(4), dl.TrainingOptions())
+    assert text.endswith("network expects, found (3, 19, 24)")
+
+
 def test_options_make_the_same_augmenter():
     options = dl.TrainingOptions(
         flip="xy",
