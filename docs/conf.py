@@ -29,6 +29,7 @@ extensions = [
 root_doc = "docs/index"
 source_suffix = {".md": "markdown", ".ipynb": "notebook"}
 include_patterns = ["docs/**", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+include_patterns += ["CODE_OF_CONDUCT.md", "GOVERNANCE.md", "ROADMAP.md", "SECURITY.md"]
 include_patterns += ["kernels/README.md", "mpidl/*/README.md", "tests/README.md"]
 # Folders without pages.
 exclude_patterns = [".*", "benchmarks", "build", "dist", "environments", "examples", "run", "runs"]
