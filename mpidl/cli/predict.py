@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     """
     parser = Parser(
         "mpidl.predict",
-        "Classify images with a trained network.",
+        "Classify images with a trained network, or predict numbers or the classes of pixels.",
         quiet,
         COMMON,
         RUN,
@@ -69,7 +69,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "FILE",
         "Write the results. FILE.csv has one row per image: its name, its class and a score per "
         "class; for a regression model, its name, its outputs and its targets. FILE.npy or "
-        "FILE.h5 stores an array, for --activations and models without classes",
+        "FILE.h5 stores an array, for --activations, models without classes, and scores of pixels. "
+        "With --tile, a folder gets a picture of the classes of each image's pixels",
     )
     parser.number(
         "--top-k",
@@ -198,6 +199,12 @@ def print_facts(
     if world.rank:
         return
     print(f"Data: {images.describe()}", file=sys.stderr)
+    if getattr(images, "image_shape", net.input_shape) != net.input_shape:  # not of Pictures
+        window = "x".join(map(str, net.input_shape[1:]))
+        advice = "; --tile N predicts whole images" if len(net.output_shape) == 3 else ""
+        print(
+            f"Cropped: the centre {window} of each image, as in training{advice}", file=sys.stderr
+        )
     print(f"Normalization: {net.normalization.describe()}", file=sys.stderr)
     if net.trained_precision:
         trained_in = printable(net.trained_precision)

@@ -201,8 +201,9 @@ def _channels_of(datastore, network):
         return shape[0] if len(shape) == 3 else 1
     if not len(datastore.classes):
         raise UserError(
-            f"--network {network}: expected names of the pixel classes in the data, found none; "
-            "FILE.py:FUNCTION may call dl.nn.zoo.unet with the number of classes"
+            f"--network {network}: expected names of the pixel classes in the data, such "
+            "as the array classes of an .npz file, found none; FILE.py:FUNCTION may call "
+            "dl.nn.zoo.unet with the number of classes"
         )
     return len(datastore.classes)
 

@@ -57,7 +57,7 @@ def chosen_layer(net: Network, name: str | None) -> str:
                 return candidate
         raise UserError(
             "grad-cam: expected a network with a layer before the scores whose output has rows and "
-            "columns, found none: use another method"
+            "columns, found none: use occlusion, gradient or integrated-gradients"
         )
     try:
         net.layer_number(name)

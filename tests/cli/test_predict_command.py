@@ -162,3 +162,20 @@ def test_the_precision_is_printed_if_it_is_not_fp32(images, tmp_path, capsys, mo
     assert net.trained_precision is None
     text = refusal_of(tmp_path, tmp_path / "set.npz", "--precision", "tf32")
     assert text == "--precision tf32: expected fp32 or bf16 on CPUs; tf32 needs --device gpu"
+
+
+def test_a_line_says_that_only_the_centre_of_larger_images_is_used(images, tmp_path, capsys):
+    labels = (images[:, 0] > 127).astype(np.int32)
+    np.savez(tmp_path / "set.npz", images=images, targets=labels)
+    store = dl.ArrayDatastore(images, targets=labels)
+    for window in (SIDE, SIDE - 2):
+        net = dl.Network([dl.Conv2D(3, 2, padding=1)], (1, window, window), seed=1)
+        options = dl.TrainingOptions(max_iterations=1, batch_size=10, random_crop=window)
+        dl.train(net, store, options)
+        dl.save_model(tmp_path / "model.h5", net)
+        capsys.readouterr()
+        words = ["--model", tmp_path / "model.h5", "--data", tmp_path / "set.npz"]
+        assert predict.main([str(word) for word in words]) == 0
+        lines = re.findall("^Cropped: .*$", capsys.readouterr().err, re.M)
+        text = f"Cropped: the centre {window}x{window} of each image, as in training; "
+        assert lines == ([] if window == SIDE else [text + "--tile N predicts whole images"])
