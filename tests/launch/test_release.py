@@ -1,4 +1,4 @@
-"""Test that run/release finds what is missing in a version, and makes a tag only if all is there."""
+"""Test that run/release finds what is missing in a version."""
 
 import os
 import shutil
