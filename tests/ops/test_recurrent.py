@@ -234,6 +234,23 @@ def test_the_state_continues_a_sequence(world, kind):
     assert all_images(world, restarted).tobytes() != all_images(world, second).tobytes()
 
 
+@pytest.mark.parametrize("kind", GATES)
+def test_a_state_in_float64_is_rounded(world, kind):
+    """NumPy creates zeros in float64, and the state may be differentiated."""
+    images, states = numbers("x", 20, 1, 2, 3, dtype="f4"), 2 if kind == "lstm" else 1
+    learnables = [numbers(f"{i}", *s, dtype="f4") for i, s in enumerate(shapes(kind, 4, 1, 3, 1))]
+    hidden = numbers("h", 20, 4, dtype="f4")
+    results = []
+    for dtype in (np.float32, np.float64):
+        x, h = blocked(world, images, hidden.astype(dtype))
+        h = dl.Var(h)
+        y, _ = getattr(dl, kind)(x, *learnables, state=[h] * states)
+        outputs = all_images(world, y.value).tobytes()
+        gradient = tape.backward(y, blocked(world, np.ones((20, 4, 2, 1), "f4")))[h]
+        results.append((outputs, all_images(world, gradient).astype("f4").tobytes()))
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("kind", GATES)
 def test_truncated_backpropagation(world, kind, reverse):

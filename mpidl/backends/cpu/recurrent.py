@@ -6,12 +6,17 @@ from mpidl.backends.cpu import arenas, conv
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import as_type, per_channel
 from mpidl.backends.shapes import POINT
+from mpidl.core.values import BF16
 
 
 def _state_of(state):
-    """Return the arrays (h, c) of a state, which the kernels expect; None for what is missing."""
-    arrays = [np.ascontiguousarray(as_type(v, np.dtype(np.float32))) for v in state]
-    return (*arrays, None, None)[:2]
+    """Return the arrays (h, c) of a state in float32, as kernels read them; None for a missing one.
+
+    A state may also be bfloat16, or float64 if a caller has created it with NumPy.
+    """
+    float32 = np.dtype(np.float32)
+    arrays = [as_type(v, float32) if v.dtype == BF16 else v for v in state]
+    return (*(np.ascontiguousarray(v, float32) for v in arrays), None, None)[:2]
 
 
 def recurrence(kind, x, weight, bias, state, is_reversed):
