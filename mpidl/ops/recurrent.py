@@ -137,6 +137,12 @@ def _check(
             raise ValueError(
                 f"{kind}: expected a state of shape ({x.shape[0]}, {units}), got {value.shape}"
             )
+        runs, expected_runs = value.batch.tree.runs, x.batch.tree.runs
+        if runs != expected_runs:
+            raise ValueError(
+                f"{kind}: expected a state divided among the ranks as x is, in blocks "
+                f"{expected_runs}, got {runs}"
+            )
 
 
 def _shown(names: Sequence[str]) -> str:

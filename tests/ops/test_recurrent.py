@@ -1,11 +1,12 @@
 """Test the recurrent ops against NumPy and PyTorch."""
 
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from op_references import Case, OpChecks, torch_functions
-from single_rank import all_images, blocked, numbers
+from single_rank import SingleRank, all_images, blocked, numbers
 
 import mpidl as dl
 from mpidl import backends
@@ -232,6 +233,18 @@ def test_the_state_continues_a_sequence(world, kind):
         assert all_images(world, a).tobytes() == all_images(world, b).tobytes()
     restarted, _ = function(blocked(world, images[:, :, 4:]), *learnables)
     assert all_images(world, restarted).tobytes() != all_images(world, second).tobytes()
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_a_state_of_other_images_of_the_rank_is_refused(kind):
+    """Kernels would read past its end."""
+    learnables = [np.ones(s, np.float32) for s in shapes(kind, 4, 1, 3, 1)]
+    thirds = dl.share(48, SimpleNamespace(rank=0, size=3))
+    x = blocked(SingleRank(), np.ones((48, 1, 2, 3), np.float32))
+    state = [dl.from_images(np.ones((16, 4), np.float32), thirds)] * (2 if kind == "lstm" else 1)
+    message = r"expected a state divided .* \(\(0, 3\),\), got \(\(0, 1\), \(1, 2\), \(2, 3\)\)"
+    with pytest.raises(ValueError, match=message):
+        getattr(dl, kind)(x, *learnables, state=state)
 
 
 @pytest.mark.parametrize("kind", GATES)
