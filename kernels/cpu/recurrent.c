@@ -20,7 +20,7 @@ enum { UNITS = REGISTERS / 8, BACK = REGISTERS / 2, SEGMENT = 256, LSTM = 4 };
 enum { PACKED }; /* scratch slots */
 
 struct job {
-    const value *x, *dy;
+    const value *x, *dy; /* x is NULL in the backward pass */
     const float *weight, *bias, *hidden, *cell; /* NULL stands for zeros, except for the weight */
     value *record;                              /* (blocks, 4 * units, steps, 16): i f g o, r z n q */
     float *cells;                               /* (blocks, units, steps, 16), LSTM only */
@@ -28,21 +28,23 @@ struct job {
     float *last_hidden, *last_cell, *dhidden, *dcell;
     float *packed;
     int64_t units, steps, gates, reverse, truncate;
-    int64_t terms, rows; /* of a tile: terms of a sum, with a zero for odd numbers; sums */
+    int64_t terms, rows; /* of a packed tile: terms per sum (even in bfloat16), number of sums */
 };
 
+/* Return where a term of a sum is stored; see the top of the file. */
 INLINE int64_t place(int64_t term) { return NARROW ? term ^ 1 : term; }
 static int64_t padded(int64_t terms) { return NARROW ? (terms + 1) / 2 * 2 : terms; }
 INLINE vec as_operand(vec v) { return NARROW ? rounded(v) : v; }
 
-/* Return the offset of a channel's numbers at a step, in an array with this many channels. */
+/* Return the offset of a channel's numbers at a step, in an array with this many channels. In
+ * reverse, step 0 is the last row. */
 INLINE int64_t offset(const struct job *job, int64_t block, int64_t channels, int64_t channel,
                       int64_t step) {
     int64_t time = job->reverse ? job->steps - 1 - step : step;
     return ((block * channels + channel) * job->steps + time) * LANES;
 }
 
-/* Return a number of the state of a step before the first, (blocks, units, 16). */
+/* Return numbers of the state before the first step, (blocks, units, 16). */
 INLINE vec first_state(const struct job *job, const float *state, int64_t block, int64_t unit,
                        int part) {
     return state ? load(state + (block * job->units + unit) * LANES + part) : zero();

@@ -94,7 +94,7 @@ class DeferredActivation(DeferredValue):
 class DeferredNormalization(DeferredActivation):
     """A batch normalization stored as a `NormalizedInput`.
 
-    Only additions and elementwise functions (see `addend`) and convolutions may read `source`.
+    Additions, elementwise functions and convolutions normalize while they read it.
     """
 
     __slots__ = ()
@@ -112,7 +112,7 @@ def readable(value: Blocked) -> np.ndarray | DeferredInput:
 
 
 def addend(value: Blocked) -> np.ndarray | DeferredInput:
-    """Return the operand that an elementwise function reads: a NormalizedInput, or `readable`."""
+    """Return the operand that an addition reads: a NormalizedInput, or `readable`."""
     return value.deferred if isinstance(value, DeferredNormalization) else readable(value)
 
 

@@ -5,9 +5,8 @@ These runs of layers become one op:
 - Convolution, batch normalization, and ReLU or clip. The op stores only the convolution's output.
   Later ops (convolution, pooling, resizing, dense) apply the normalization and the activation when
   they read that output.
-- Convolution and batch normalization, if only additions, convolutions and the functions READING
-  read the result. The op stores only the convolution's output, which they normalize when they read
-  it.
+- Convolution and batch normalization, if only layers of the types NORMALIZING read the result. The
+  op stores only the convolution's output, which these layers normalize when they read it.
 - The addition of two values and ReLU.
 - Convolution and ReLU, optionally with the addition of another value between them, as at the end
   of a residual block. The op applies the addition and the ReLU before it stores the result.
@@ -87,8 +86,8 @@ RUNS: Kinds = (
 )
 
 
-# layers that normalize the values that they read
-READING = {Add, Conv2D, GELU, HardSigmoid, HardSwish, LeakyReLU, Sigmoid, Swish, Tanh}
+# layers that can normalize their input while they read it; a subclass may compute something else
+NORMALIZING = {Add, Conv2D, GELU, HardSigmoid, HardSwish, LeakyReLU, Sigmoid, Swish, Tanh}
 
 
 def _begins(run, layers, reads, readers):
@@ -105,7 +104,7 @@ def _begins(run, layers, reads, readers):
         return False  # such convolutions do not copy their input in parts
     if run[-1] is BatchNorm:
         types = {type(layer) for layer in readers[layers[len(run) - 1].name]}
-        if not types or not types <= READING:
+        if not types or not types <= NORMALIZING:
             return False
     for before, layer, names in zip(layers, layers[1 : len(run)], reads[1:], strict=False):
         inputs = 2 if type(layer) is Add else 1

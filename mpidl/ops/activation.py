@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal
 
 from mpidl import backends
-from mpidl.backends.deferred import DeferredNormalization, addend
+from mpidl.backends.deferred import DeferredNormalization
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Array, Needs
@@ -27,7 +27,7 @@ def _elementwise(
     """
     check.images(name, x)
     backend, function = backends.of_value(x), function or name
-    operand = addend(x) if isinstance(x, DeferredNormalization) else x.raw
+    operand = x.deferred if isinstance(x, DeferredNormalization) else x.raw
     y = backend.elementwise(function, operand, *numbers)
     value = operand if from_x else y
 

@@ -130,7 +130,7 @@ def _check(
         if vector is not None and tuple(vector.shape) != (outputs,):
             raise ValueError(f"{kind}: expected a bias ({outputs},), got {tuple(vector.shape)}")
     if state and len(state) != len(names):
-        raise ValueError(f"{kind}: expected a state {_shown(names)}, got {len(state)} values")
+        raise ValueError(f"{kind}: expected a state {_text_of(names)}, got {len(state)} values")
     for value in state:
         check.images(kind, value, 2)
         if tuple(value.shape) != (x.shape[0], units):
@@ -145,7 +145,7 @@ def _check(
             )
 
 
-def _shown(names: Sequence[str]) -> str:
+def _text_of(names: Sequence[str]) -> str:
     return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"
 
 
@@ -153,7 +153,7 @@ def _tuple_of(kind: str, state: Any) -> tuple[Any, ...]:
     """Return a state as a tuple, () for None. Raise TypeError for a value outside of a tuple."""
     if state is None or isinstance(state, (tuple, list)):
         return tuple(state or ())
-    names = _shown(KINDS[kind].state)
+    names = _text_of(KINDS[kind].state)
     raise TypeError(f"{kind}: expected a state {names}, got one {type(state).__name__}")
 
 

@@ -313,13 +313,13 @@ def test_the_tape_does_not_keep_the_products_of_the_input(world, kind, monkeypat
     backend, products = backends.of_value(x.value), []
     conv2d = backend.conv2d
 
-    def noted(*arguments):
+    def conv2d_with_reference(*arguments):
         result = conv2d(*arguments)
         products.append(weakref.ref(result))
         return result
 
-    monkeypatch.setattr(backend, "conv2d", noted)
-    kept, y = dl.conv2d(x, weight, None), getattr(dl, kind)(x, weight, *others)[0]
+    monkeypatch.setattr(backend, "conv2d", conv2d_with_reference)
+    values = dl.conv2d(x, weight, None), getattr(dl, kind)(x, weight, *others)[0]
     of_conv2d, of_steps = products
     assert of_conv2d() is not None and of_steps() is None
-    del kept, y
+    del values

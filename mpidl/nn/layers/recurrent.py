@@ -78,7 +78,7 @@ class _Recurrent(Weighted):
         weight = (outputs, shape[0], 1, shape[2])
         learnables = self.learnables(weight, glorot_uniform(features, outputs), outputs)
         recurrent = (outputs, self.units, 1, 1), glorot_uniform(self.units, self.units)
-        learnables = {
+        learnables = {  # in the order of PyTorch's arrays
             "weight": learnables.pop("weight"),
             "recurrent_weight": recurrent,
             **learnables,
@@ -86,12 +86,12 @@ class _Recurrent(Weighted):
         is_last = self.returns == "last"
         return Built((self.units,) if is_last else (self.units, shape[1], 1), learnables)
 
-    def _learnables(self, context: LayerContext) -> tuple[Any, ...]:
+    def _arrays(self, context: LayerContext) -> tuple[Any, ...]:
         return context["weight"], context["recurrent_weight"], self.bias_of(context)
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         options = {"returns": self.returns, "reverse": self.reverse, "truncate": self.truncate}
-        return getattr(ops, self.kind)(x, *self._learnables(context), **options)[0]
+        return getattr(ops, self.kind)(x, *self._arrays(context), **options)[0]
 
     def multiply_adds(self, shape: Shape, output_shape: Shape) -> int:
         gates = KINDS[self.kind].gates * self.units
@@ -143,6 +143,6 @@ class GRU(_Recurrent):
         arrays = super().learnables(weight_shape, initial, outputs)
         return {**arrays, "recurrent_bias": ((outputs,), 0.0)} if self.bias else arrays
 
-    def _learnables(self, context: LayerContext) -> tuple[Any, ...]:
+    def _arrays(self, context: LayerContext) -> tuple[Any, ...]:
         recurrent_bias = context["recurrent_bias"] if self.bias else None
-        return *super()._learnables(context), recurrent_bias
+        return *super()._arrays(context), recurrent_bias
