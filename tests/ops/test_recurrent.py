@@ -307,7 +307,7 @@ def test_truncated_backpropagation(world, kind, reverse):
 def test_the_tape_does_not_keep_the_products_of_the_input(world, kind, monkeypatch):
     """An LSTM keeps 6 numbers per unit and step; the products would be 4 more."""
     x = dl.Var(blocked(world, numbers("x", 20, 2, 9, 3, dtype="f4")))
-    weight, *others = (
+    weight, *rest = (
         numbers(f"{i}", *s, dtype="f4") for i, s in enumerate(shapes(kind, 6, 2, 3, 1))
     )
     backend, products = backends.of_value(x.value), []
@@ -319,7 +319,7 @@ def test_the_tape_does_not_keep_the_products_of_the_input(world, kind, monkeypat
         return result
 
     monkeypatch.setattr(backend, "conv2d", conv2d_with_reference)
-    values = dl.conv2d(x, weight, None), getattr(dl, kind)(x, weight, *others)[0]
+    values = dl.conv2d(x, weight, None), getattr(dl, kind)(x, weight, *rest)[0]
     of_conv2d, of_steps = products
     assert of_conv2d() is not None and of_steps() is None
     del values
