@@ -16,8 +16,8 @@ These runs of layers become one op:
   ReLU and the pooled pixels, but not the normalized pixels.
 
 Layers outside a run may read only the output of the run's last layer. If several layers read this
-output, their cotangents are summed. Fusion does not change the network, the learnables or the
-results.
+output, their cotangents are summed. Fusion does not change the network, the learnables or, in
+float32, the results.
 """
 
 from __future__ import annotations
