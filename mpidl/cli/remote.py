@@ -1,5 +1,6 @@
 """Object stores in the commands: check URLs, apply the settings, upload the results."""
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -43,14 +44,21 @@ def configure(options: Mapping[str, Any], world: World | None = None) -> None:
     is_default = all(value == getattr(Settings, name) for name, value in values.items())
     if is_default and not any(is_remote(options.get(name) or "") for name in DATA):
         return
-    from mpidl.data.storage import settings, store
+    from mpidl.data.storage import settings
 
     if world is None:
         settings.configure_storage(**values)
     else:  # a folder may be missing on one node only
         call_together(world, lambda: settings.configure_storage(world, **values))
     if target is not None:
-        on_rank_0(world, lambda: store.store_of(target) and None)  # checks the packages
+        on_rank_0(world, functools.partial(_check_packages, target))
+
+
+def _check_packages(url: str) -> None:
+    """Raise UserError if a package for the store of a URL is missing."""
+    from mpidl.data.storage import store
+
+    store.store_of(url)
 
 
 def upload(folder: str, target: str) -> None:
