@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from mpidl import backends
-from mpidl.core.blocks import LANES, Blocked
+from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
 from mpidl.core.tape import Array, Needs, value_of
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_geometry
+from mpidl.ops.dense import flatten
+from mpidl.ops.pad import pad2d
 
 __all__ = ["gru", "lstm"]
 
@@ -86,21 +88,6 @@ def recurrence(
         return *of_input, dweight, dbias, *dstate
 
     return x.like(y), vjp
-
-
-@op(blocks=True)
-def _step(y: Blocked, row: int) -> WithVjp[Blocked]:
-    """Return a row of the outputs (N, U, H, 1) as features (N, U)."""
-    backend, (units, rows, _) = backends.of_value(y), y.image_shape
-    padding = (row, rows - 1 - row), (0, 0)
-    removed = (-row, row + 1 - rows), (0, 0)
-    features = backend.pad2d(y.raw, removed, 0.0).reshape(len(y.raw), units, LANES)
-
-    def vjp(dy: Blocked, needs: Needs) -> tuple[Any, ...]:
-        image = dy.raw.reshape(len(dy.raw), units, 1, 1, LANES)
-        return y.like(backend.pad2d(image, padding, 0.0)), None
-
-    return y.like(features), vjp
 
 
 def _check(
@@ -186,7 +173,8 @@ def _recurrent(
         last=last,
     )
     if returns == "last":
-        y = _step(y, 0 if reverse else y.shape[2] - 1)
+        removed = 1 - y.shape[2]  # a negative padding removes the rows of the other steps
+        y = flatten(pad2d(y, ((0, removed) if reverse else (removed, 0), (0, 0))))
     return y, tuple(last)
 
 
