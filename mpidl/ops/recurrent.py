@@ -7,12 +7,12 @@ input with its weights by a convolution, for all steps at once, and then the ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from mpidl import backends
 from mpidl.core.blocks import Blocked
 from mpidl.core.op import WithVjp, op
-from mpidl.core.tape import Array, Needs, value_of
+from mpidl.core.tape import Array, Needs, Var, value_of
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_geometry
 from mpidl.ops.dense import flatten
@@ -21,6 +21,7 @@ from mpidl.ops.pad import pad2d
 __all__ = ["gru", "lstm"]
 
 Returns: TypeAlias = Literal["sequence", "last"]
+X = TypeVar("X", Blocked, Var)
 
 
 class Kind(NamedTuple):
@@ -179,16 +180,16 @@ def _recurrent(
 
 
 def lstm(
-    x: Any,
-    weight: Any,
-    recurrent_weight: Any,
-    bias: Any = None,
+    x: X,
+    weight: Array,
+    recurrent_weight: Array,
+    bias: Array | None = None,
     *,
-    state: Sequence[Any] | None = None,
+    state: Sequence[Blocked | Var] | None = None,
     returns: Returns = "sequence",
     reverse: bool = False,
     truncate: int | None = None,
-) -> tuple[Any, tuple[Blocked, ...]]:
+) -> tuple[X, tuple[Blocked, ...]]:
     """Compute a long short-term memory (LSTM) over the rows of images.
 
     A step reads a row of C x W numbers. With the hidden state h and the cell state c, which are 0
@@ -240,17 +241,17 @@ def lstm(
 
 
 def gru(
-    x: Any,
-    weight: Any,
-    recurrent_weight: Any,
-    bias: Any = None,
-    recurrent_bias: Any = None,
+    x: X,
+    weight: Array,
+    recurrent_weight: Array,
+    bias: Array | None = None,
+    recurrent_bias: Array | None = None,
     *,
-    state: Sequence[Any] | None = None,
+    state: Sequence[Blocked | Var] | None = None,
     returns: Returns = "sequence",
     reverse: bool = False,
     truncate: int | None = None,
-) -> tuple[Any, tuple[Blocked, ...]]:
+) -> tuple[X, tuple[Blocked, ...]]:
     """Compute a gated recurrent unit (GRU) over the rows of images.
 
     A step reads a row of C x W numbers. With the hidden state h, which is 0 before the first step,

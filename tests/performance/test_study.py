@@ -384,7 +384,8 @@ def test_a_long_run_is_not_silent(plan, monkeypatch):
     code = "import time; print('Epoch: 1', flush=True); time.sleep(0.5)"
     with open(plan.out / "a.log", "w") as log:
         assert runs.execute("ranks-1", [sys.executable, "-c", code], log) == 0
-    assert "ranks-1: Epoch: 1" in lines and lines[-1] == "ranks-1: running for 0:00:00"
+    assert "ranks-1: Epoch: 1" in lines
+    assert lines[-1].startswith("ranks-1: running for 0:00:")
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
