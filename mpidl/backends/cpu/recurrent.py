@@ -26,16 +26,24 @@ def recurrence(kind, x, weight, bias, state, is_reversed):
     record = arenas.empty((blocks, 4 * units, steps, lanes), x.dtype)
     cells = arenas.empty((blocks, units, steps, lanes)) if kind == "lstm" else None
     last = [arenas.empty((blocks, units, lanes)) for _ in range(2 if kind == "lstm" else 1)]
+    hidden, cell = _state_of(state)
+    last_hidden, last_cell = (*last, None)[:2]
     kernels().recurrence(
         np.ascontiguousarray(x),
         per_channel(weight),
         per_channel(bias),
-        *_state_of(state),
+        hidden,
+        cell,
         record,
         cells,
         y,
-        *(*last, None, None)[:2],
-        *(blocks, units, steps, gates, int(is_reversed)),
+        last_hidden,
+        last_cell,
+        blocks,
+        units,
+        steps,
+        gates,
+        int(is_reversed),
     )
     return y, (y, record, cells), last
 
@@ -50,11 +58,27 @@ def recurrence_backward(
     dproducts = dx if kind == "lstm" else arenas.empty(dx.shape, dx.dtype)
     previous = arenas.empty(y.shape, y.dtype)
     dstate = [arenas.empty((blocks, units, lanes)) if need else None for need in needs[3:]]
+    hidden, cell = _state_of(state)
+    dhidden, dcell = (*dstate, None, None)[:2]
     kernels().recurrence_backward(
         np.ascontiguousarray(as_type(dy, y.dtype)),
-        *(values, cells, y, per_channel(weight), *_state_of(state)),
-        *(dx, dproducts, previous, *(*dstate, None, None)[:2]),
-        *(blocks, units, steps, gates, int(is_reversed), truncate),
+        values,
+        cells,
+        y,
+        per_channel(weight),
+        hidden,
+        cell,
+        dx,
+        dproducts,
+        previous,
+        dhidden,
+        dcell,
+        blocks,
+        units,
+        steps,
+        gates,
+        int(is_reversed),
+        truncate,
     )
     needs_products = False, *needs[1:3]
     arguments = dproducts, previous, weight, POINT, counts, tree, needs_products
