@@ -15,16 +15,7 @@ from mpidl.ops import check
 __all__ = ["conv2d"]
 
 
-def conv2d_geometry(
-    x: Any,
-    weight: Array,
-    bias: Array | None,
-    *,
-    stride: check.PairArgument = 1,
-    padding: check.PaddingArgument = 0,
-    dilation: check.PairArgument = 1,
-    groups: int = 1,
-) -> Geometry:
+def conv2d_geometry(x: Any, weight: Array, bias: Array | None, **options: Any) -> Geometry:
     """Check the arguments of `conv2d`, and return the Geometry for a backend.
 
     Raises
@@ -33,8 +24,7 @@ def conv2d_geometry(
         If the arguments of `conv2d` are invalid.
     """
     check.images("conv2d", x, 4)
-    options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
-    return geometry_for(x.shape[1:], weight, bias, groups=groups, **options)
+    return geometry_for(x.shape[1:], weight, bias, **options)
 
 
 def geometry_for(
