@@ -381,7 +381,7 @@ def test_a_long_run_is_not_silent(plan, monkeypatch):
     lines = []
     runs = study.Study(plan, Signals(), show=lines.append)
     runs.start()
-    code = "import time; print('Epoch: 1', flush=True); time.sleep(0.5)"
+    code = "import time; print('Epoch: 1', flush=True); time.sleep(2)"
     with open(plan.out / "a.log", "w") as log:
         assert runs.execute("ranks-1", [sys.executable, "-c", code], log) == 0
     assert "ranks-1: Epoch: 1" in lines

@@ -16,6 +16,12 @@ from mpidl.report.progress import console, rows, stage, terminal
 from mpidl.report.progress.bar import Field, compose
 
 
+@pytest.fixture(autouse=True)
+def capable_terminal(monkeypatch):
+    """Set TERM, because the terminal from which the tests are started may be a dumb one."""
+    monkeypatch.setenv("TERM", "xterm")
+
+
 def report_run(run_console, validation=None):
     """Call a console's methods as a run of 2 epochs with 3 iterations each does."""
     with run_console as c:
