@@ -5,6 +5,7 @@ the Python API, so that one wheel serves every Python.
 """
 
 import os
+import platform
 import runpy
 import shutil
 import sys
@@ -36,12 +37,14 @@ class Build(build_py):
 
 
 class Wheel(bdist_wheel):
-    """One wheel for all Python versions: for this platform if it contains kernels, else for any."""
+    """One wheel for all Python versions: for the kernels' platform, else for any."""
 
     def get_tag(self):
         built = os.path.join(self.get_finalized_command("build").build_lib, KERNELS)
-        has_kernels = os.path.isdir(built) and os.listdir(built)
-        return "py3", "none", super().get_tag()[2] if has_kernels else "any"
+        if not (os.path.isdir(built) and os.listdir(built)):
+            return "py3", "none", "any"
+        target = kernels["machine"](kernels["find_compiler"]())  # of a cross compiler
+        return "py3", "none", super().get_tag()[2].replace(platform.machine(), target)
 
 
 class Platform(Distribution):

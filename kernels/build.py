@@ -58,13 +58,24 @@ class Failed(Exception):
     output = ""
 
 
+def machine(compiler=None):
+    """Return the architecture that a compiler compiles for, by default this machine's."""
+    if compiler is not None:
+        with contextlib.suppress(Failed):
+            macros = _run([*compiler, "-dM", "-E", "-x", "c", os.devnull]).stdout
+            for name in ("x86_64", "aarch64"):
+                if f"#define __{name}__ 1" in macros:
+                    return name
+    return platform.machine()
+
+
 def builds(compiler=None):
-    """Return the builds for this machine's architecture, best first.
+    """Return the builds for an architecture, best first: a compiler's or this machine's.
 
     Leave out the build with bfloat16 instructions if a compiler is given that does not know them;
     the other builds compute the same bytes.
     """
-    names = list(BUILDS) if platform.machine() in ("x86_64", "AMD64") else ["generic"]
+    names = list(BUILDS) if machine(compiler) in ("x86_64", "AMD64") else ["generic"]
     if compiler is not None and NATIVE in names:
         try:
             _run([*compiler, *BUILDS[NATIVE], "-E", "-x", "c", os.devnull])
@@ -280,7 +291,8 @@ def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
     """Compile builds in parallel into a folder.
 
     An existing library is replaced atomically after the new library is complete. Processes that
-    loaded the old library can continue to use it.
+    loaded the old library can continue to use it. As for Python's own extension modules, the
+    environment variable LDSHARED may name another command for linking.
 
     Parameters
     ----------
@@ -306,10 +318,11 @@ def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
         If the compiler cannot be run.
     """
     version = _run([*compiler, "--version"]).stdout
+    linker = shlex.split(os.environ.get("LDSHARED", "")) or [*compiler, "-shared"]
     os.makedirs(OBJECTS, exist_ok=True)
     os.makedirs(folder, exist_ok=True)
     # all symbols must be defined, except symbols of a sanitizer's library
-    link = ["-shared"] if extra else ["-shared", "-Wl,-z,defs"]
+    linker += [] if extra else ["-Wl,-z,defs"]
     failures, warnings = {}, {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with concurrent.futures.ThreadPoolExecutor(cores) as pool:
@@ -328,7 +341,7 @@ def compile_builds(names, folder, compiler, extra=(), is_verbose=False):
                 objects, messages = zip(*(job.result() for job in jobs[build]), strict=True)
                 warnings |= dict.fromkeys(messages)  # most warnings are the same for all builds
                 with _replaced(library_path(build, folder)) as new:
-                    _run([*compiler, *flags[build], *link, *objects, "-lm", "-o", new])
+                    _run([*linker, *flags[build], *objects, "-lm", "-o", new])
             except Failed as error:
                 failures[build] = error
             except OSError as error:  # for example a full disk

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import building
 import jobs
 import pytest
 from building import kernels, needs_compiler
@@ -52,6 +53,25 @@ def test_an_old_compiler_builds_without_bfloat16_instructions(tmp_path):
     old.chmod(0o755)
     assert kernels.builds([str(old)]) == [n for n in kernels.builds() if n != kernels.NATIVE]
     assert kernels.builds(["cc"]) == kernels.builds()
+
+
+def test_a_cross_compiler_builds_for_its_machine(tmp_path):
+    compiler = building.cross_compiler(tmp_path)
+    assert kernels.machine([compiler]) == "aarch64" and kernels.builds([compiler]) == ["generic"]
+
+
+@needs_compiler
+def test_another_command_may_link(two, tmp_path, monkeypatch):
+    """run/wheel --release links for an old C library with a command other than the compiler."""
+    linker = tmp_path / "ld"
+    linker.write_text('#!/bin/sh\necho "$@" >"$0.arguments"\nexec cc "$@"\n')
+    linker.chmod(0o755)
+    monkeypatch.setenv("LDSHARED", f"{linker} -shared -s")
+    lib = str(tmp_path / "lib")
+    assert kernels.compile_builds(["generic"], lib, kernels.find_compiler()) == {}
+    assert kernels.is_current("generic", lib)
+    arguments = linker.with_name("ld.arguments").read_text()
+    assert arguments.startswith("-shared -s ") and " -c " not in arguments
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])

@@ -9,7 +9,7 @@ import zipfile
 
 import jobs
 import pytest
-from building import kernels, needs_compiler
+from building import cross_compiler, kernels, needs_compiler
 from launcher import ROOT, mpirun
 
 # Name endings of files and folders that an earlier installation or run has created.
@@ -103,6 +103,15 @@ def test_without_a_compiler_there_are_no_kernels_in_it(wheel, wheel_without_comp
     # The fixture `wheel` comes first, because this build must not use the kernels of that wheel.
     assert names_in(wheel_without_compiler) == expected_names()
     assert wheel_without_compiler.name.endswith("-py3-none-any.whl")
+
+
+@pytest.mark.slow("package")
+def test_a_wheel_is_for_the_machine_of_its_compiler(unpacked, tmp_path):
+    env = {"CC": cross_compiler(tmp_path), "LDSHARED": ""}
+    (tmp_path / "dist").mkdir()
+    wheel, text = distribute("wheel", unpacked, tmp_path / "dist", env)
+    assert names_in(wheel) == expected_names() | {"mpidl/kernels/lib/libmpidl-generic.so"}, text
+    assert wheel.name.endswith("-py3-none-linux_aarch64.whl")
 
 
 @pytest.mark.slow("package")
