@@ -188,7 +188,7 @@ def options_class(
     """
 
     def decorate(cls: type[Options]) -> type[Options]:
-        for name, value in vars(cls).items():
+        for name, value in dict(vars(cls)).items():  # Python 3.14 adds entries for annotations
             if isinstance(value, Field) and value.metadata:
                 facts = {"group": group, "resume": resume, **value.metadata}
                 facts["rule"] = facts["rule"] or _literal_rule(cls.__annotations__[name])
