@@ -78,11 +78,11 @@ def test_a_later_file_of_the_same_name_stays(folder):
 
 @pytest.mark.parametrize("kind", ["link", "mode", "locked", "missing folder"])
 def test_files_that_cannot_be_trusted_or_locked(folder, monkeypatch, kind):
-    path = Path(tempfile.gettempdir()) / "file"
-    monkeypatch.setattr(os.path, "join", lambda *_: str(path))
-    if kind == "missing folder":
-        path = folder / "none" / "file"
-    else:
+    root = folder / "none" if kind == "missing folder" else Path(tempfile.gettempdir())
+    path = root / "file"
+    text = str(path)  # before the change: pathlib itself calls os.path.join
+    monkeypatch.setattr(os.path, "join", lambda *_: text)
+    if kind != "missing folder":
         path.write_text("planted")
         path.chmod(0o644 if kind == "mode" else 0o600)
     if kind == "link":
