@@ -55,7 +55,7 @@ html_extra_path = ["extra"]
 html_copy_source = False
 html_show_sourcelink = False
 html_favicon = "static/logo.svg"
-html_sidebars = {"docs/index": [], "docs/tutorial": [], "docs/matlab": []}
+html_sidebars = dict.fromkeys(("docs/index", "docs/tutorial", "docs/matlab", "docs/comparison"), [])
 html_theme_options = {
     "logo": {"text": "mpidl", "image_light": "static/logo.svg", "image_dark": "static/logo.svg"},
     "navbar_align": "left",

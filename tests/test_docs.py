@@ -31,7 +31,7 @@ FOREIGN = {
     *("--nodes", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task"),
     *("--shm-size", "--array", "--constraint", "--cpu-bind", "--map-by", "--bind-to"),
     *("--use-hwthread-cpus", "--ntasks", "--logdir", "--backend-store-uri", "--no-kill"),
-    "--with-ft",
+    *("--with-ft", "--nproc-per-node"),
 }
 
 

@@ -28,7 +28,8 @@ SINGLE = {"verify", "scaling", "monitor", "report", "pack", "convert", "completi
 # Programs of other projects, which are not checked.
 EXTERNAL = {"apt-get", "source", "module", "ruff", "mypy", "git", "cd", "sudo", "docker"}
 EXTERNAL |= {"export", "squeue", "cat", "head", "ls", "tensorboard", "mlflow", "wandb"}
-FENCES = {"", "sh", "python", "toml", "json", "matlab", "{toctree}"}
+# Programs in `py` are for other libraries than mpidl.
+FENCES = {"", "sh", "python", "py", "toml", "json", "matlab", "{toctree}"}
 PROGRAM = re.compile(r"(\./)?run/[\w.-]+|\.ci/run")
 
 
