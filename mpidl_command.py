@@ -63,7 +63,7 @@ def overview() -> str:
     width = max(map(len, commands()))
     rows = "\n".join(f"  {name:{width}}  {text}" for name, text in commands().items())
     return (
-        f"mpidl {version()}: train convolutional networks on MPI ranks\n\n"
+        f"mpidl {version()}: train convolutional and recurrent networks on MPI ranks\n\n"
         "usage: mpidl COMMAND [OPTION VALUE] ...\n"
         "       mpirun -n 4 mpidl train --data photos\n\n"
         f"commands:\n{rows}\n\n"

@@ -1,4 +1,4 @@
-"""mpidl: data-parallel training of convolutional networks on MPI ranks.
+"""mpidl: data-parallel training of neural networks on MPI ranks.
 
 The same seed, data and options give the same weights, byte for byte, on any number of ranks.
 """

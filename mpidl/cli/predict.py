@@ -155,7 +155,7 @@ def start_ranks(parsed: argparse.Namespace) -> World:
     lines = world.use_device(parsed.device, parsed.gpus) + world.use_threads(parsed.threads)
     backends.configure(winograd=parsed.winograd, precision=parsed.precision)
     for line in [*start.arithmetic(world), *lines]:
-        print(line)
+        print(line, file=sys.stderr)
     return world
 
 

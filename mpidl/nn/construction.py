@@ -6,6 +6,7 @@ import collections
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -52,13 +53,18 @@ def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
 
 
 def build_layer(layer: Layer, reads: Sequence[tuple[str, tuple[int, ...]]]) -> Built:
-    """Build a layer, and check its factors of the learning rate and of L2 regularization.
+    """Build a layer, and check its flags and its factors of learning rate and L2 regularization.
 
-    Raises ValueError if the layer cannot read the shapes, or if a factor is negative or not finite.
+    Raises ValueError if the layer cannot read the shapes, if a flag is neither True nor False, or
+    if a factor is negative or not finite.
     `reads` has the name and the shape of each output that the layer reads.
     """
     shapes = tuple(shape for _, shape in reads)
     try:
+        for f in fields(layer):
+            value = getattr(layer, f.name)
+            if f.type in (bool, "bool") and not isinstance(value, bool):
+                raise ValueError(f"{layer.name}: {f.name} must be True or False, got {value!r}")
         built = layer.build(shapes[0] if graph.input_names(layer) is None else shapes)
     except ValueError as error:
         inputs = ", ".join(f"{name}: {times(shape)}" for name, shape in reads)

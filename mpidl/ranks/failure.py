@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import select
 import signal
 import sys
 import threading
@@ -134,10 +135,16 @@ def run(main: Callable[[], int]) -> None:
     If a single rank raises the error, that rank prints it and ends the job. After a
     KeyboardInterrupt, for example from a second SIGINT, the process prints one line and ends the
     job at once. If a rank calls sys.exit with a nonzero code while other ranks continue, the job
-    ends with this code.
+    ends with this code. If nobody reads the output of a command without ranks, as after `| head`,
+    the process ends silently.
     """
     try:
         code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if job.transport is not None or not _reader_has_ended():
+            raise
+        code = 1
     except (UserError, Fault) as error:
         code, transport = 2 if isinstance(error, UserError) else 1, job.transport
         if job.rank == 0:
@@ -162,6 +169,16 @@ def run(main: Callable[[], int]) -> None:
                 transport.abort(code)
     startup.end()
     sys.exit(code)
+
+
+def _reader_has_ended():
+    """Return whether the reader of stdout has ended, as in `| head`, and then write nowhere."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # poll always reports errors
+    has_ended = any(event & select.POLLERR for _, event in poll.poll(0))
+    if has_ended:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+    return has_ended
 
 
 def _exit_code(end):

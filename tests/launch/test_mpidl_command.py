@@ -7,6 +7,7 @@ import configparser
 import os
 import re
 import signal
+import subprocess
 import sys
 
 import jobs
@@ -54,6 +55,16 @@ def test_the_list_of_commands_loads_no_numpy(script):
     assert "  Train a network\n" in result.stdout
     result = launcher.mpirun(None, "-c", LIST, script, "--version", check=0)
     assert re.fullmatch(r"mpidl \d+\.\d+\.\d+\nloaded:\n", result.stdout)
+
+
+def test_a_reader_that_has_ended_is_no_error(script):
+    """A list of names may go to `head`, which reads a part of it."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, script, "completion", "bash"]
+    with os.fdopen(write, "w") as output:
+        result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True)
+    assert (result.returncode, result.stderr) == (1, "")
 
 
 def test_an_unknown_word_is_one_line(script):

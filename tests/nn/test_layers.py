@@ -226,6 +226,7 @@ def test_losses_read_an_activation_that_is_not_stored(world, op):
         ([dl.LayerNorm("rows")], "layernorm1: over must be 'channels' or 'image', got 'rows'"),
         ([dl.LayerNorm(epsilon=0)], "layernorm1: epsilon must be a number > 0, got 0"),
         ([dl.InstanceNorm(affine=1)], "instancenorm1: affine must be True or False, got 1"),
+        ([dl.LSTM(2, reverse="no")], "lstm1: reverse must be True or False, got 'no'"),
         ([dl.GroupNorm(3)], "groupnorm1: 3 groups do not divide the 4 channels"),
         ([dl.Dense(3), dl.InstanceNorm()], "instancenorm1: expected more than one number per"),
         ([dl.LeakyReLU(-1.0)], "leakyrelu1: scale must be a number >= 0, got -1.0"),

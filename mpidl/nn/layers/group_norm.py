@@ -44,8 +44,6 @@ class _WithinImages(Layer):
     def _built(self, shape: Shape, factors: Shape) -> Built:
         """Return what the layer needs if gamma and beta have the shape `factors`."""
         check_epsilon(self.name, self.epsilon)
-        if not isinstance(self.affine, bool):
-            raise ValueError(f"{self.name}: affine must be True or False, got {self.affine!r}")
         if len(shape) not in (1, 3):
             raise ValueError(
                 f"{self.name}: expected images (C, H, W) or features (C,), got {shape}"
