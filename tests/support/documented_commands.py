@@ -118,6 +118,7 @@ def _exists(path):
 
 def _options(name, words):
     """Return the error of the command's parser for these options, or None if there is no error."""
+    words = [word for word in words if not word.startswith("$")]  # the shell replaces a variable
     if not words or {"...", "--help", "--help-all"} & set(words):
         return None  # the text names the command and shows no options
     try:
