@@ -13,6 +13,8 @@ import check_links
 import documented_commands
 import page_lists
 import pytest
+import run_notebooks
+import run_tutorial
 
 ROOT = documented_commands.ROOT
 DOCS = ROOT / "docs"
@@ -21,14 +23,6 @@ NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
 MIN_PICTURES = 10
 LARGE = 200_000  # bytes
-
-
-def load(name):
-    """Import a program of docs/, which is not a package."""
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_pictures_exist_are_small_described_and_made_by_a_script():
@@ -86,7 +80,7 @@ def test_notebooks_run(path, monkeypatch):
         )
     monkeypatch.setenv("WHITE_PAPER_EPOCHS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = load("run_notebooks").execute(path)
+    notebook = run_notebooks.execute(path)
     printed = json.dumps(notebook)
     assert "sha256" in printed and "error" not in [
         output.output_type for cell in notebook.cells for output in cell.get("outputs", [])
@@ -101,8 +95,7 @@ TIMES = re.compile(r"(Images/s: )\d+|(Elapsed: |time: )[\d:]+")
 @pytest.mark.timeout(300)
 def test_the_tutorial_prints_what_the_page_shows(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    tutorial = load("run_tutorial")
-    blocks = tutorial.outputs(tutorial.PAGE.read_text(), tmp_path)
+    blocks = run_tutorial.outputs(run_tutorial.PAGE.read_text(), tmp_path)
     count = 0
     for commands, output, printed in blocks:
         assert TIMES.sub(r"\1\2T", printed) == TIMES.sub(r"\1\2T", output), commands
