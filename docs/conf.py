@@ -22,6 +22,7 @@ extensions = [
     "numpydoc",
     "myst_parser",
     "api_pages",
+    "example_sources",
     "notebook_pages",
     "page_lists",
     "side_by_side",
@@ -55,12 +56,13 @@ html_extra_path = ["extra"]
 html_copy_source = False
 html_show_sourcelink = False
 html_favicon = "static/logo.svg"
-html_sidebars = dict.fromkeys(("docs/index", "docs/tutorial", "docs/matlab", "docs/comparison"), [])
+WIDE_PAGES = ("index", "tutorial", "gallery", "matlab", "comparison")
+html_sidebars = {f"docs/{page}": [] for page in WIDE_PAGES}
 html_theme_options = {
     "logo": {"text": "mpidl", "image_light": "static/logo.svg", "image_dark": "static/logo.svg"},
     "navbar_align": "left",
     "navbar_end": ["theme-switcher"],
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 7,
     "show_prev_next": True,
     "show_toc_level": 2,
     "navigation_with_keys": False,

@@ -6,7 +6,7 @@
 Terminal pictures need tmux, the report needs Chromium, and the others need `pip install
 '.[plots]'`. docs/run_notebooks.py, docs/run_tutorial.py and docs/pictures_monitor.py draw the other
 pictures. Pictures that show a speed are of a training on the 60,000 photographs of Fashion-MNIST
-(`apt-get install dataset-fashion-mnist`). Trainings run in a temporary folder and take about 20
+(`apt-get install dataset-fashion-mnist`). Trainings run in a temporary folder and take about 25
 minutes in all. `bar`, `scaling` and `report` need an otherwise idle machine.
 """
 
@@ -340,6 +340,21 @@ def promise():
     save(figure, "promise")
 
 
+def gallery():
+    """Run the commands of docs/gallery.md, and store the pictures that the examples draw."""
+    import run_tutorial
+    from PIL import Image
+
+    drawn, pictures = work() / "gallery", PICTURES / "gallery"
+    drawn.mkdir()
+    pictures.mkdir(exist_ok=True)
+    run_tutorial.renew(DOCS / "gallery.md", drawn)
+    for path in drawn.glob("*.png"):
+        with Image.open(path) as picture:  # a palette needs a fraction of the bytes
+            colours = picture.convert("RGB").quantize(method=Image.Quantize.FASTOCTREE)
+        colours.save(pictures / path.name, optimize=True)
+
+
 MAKERS = {
     maker.__name__: maker
     for maker in (
@@ -354,6 +369,7 @@ MAKERS = {
         promise,
         scaling,
         report,
+        gallery,
     )
 }
 
@@ -366,8 +382,8 @@ def main(names):
     PICTURES.mkdir(exist_ok=True)
     for name in names or MAKERS:
         MAKERS[name]()
-        (path,) = PICTURES.glob(f"{name}.*")
-        print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
+        for path in sorted([*PICTURES.glob(f"{name}.*"), *PICTURES.glob(f"{name}/*")]):
+            print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
     return 0
 
 

@@ -18,7 +18,9 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "tutorial.md"
 PICTURES = DOCS / "pictures"
-MACHINE = re.compile(r"^(warning|Iteration): .*\n", re.M)  # printed only on slow machines
+MACHINE = re.compile(
+    r"^(warning: |Iteration: \d+, Epoch: ).*\n", re.M
+)  # printed only on slow machines
 BLOCKS = re.compile(r"^```sh\n(.*?)^```\n\n```\n(.*?)^```$", re.M | re.S)
 # {picture on the page: file that the commands write}
 WRITTEN = {
@@ -40,6 +42,24 @@ def outputs(text, folder):
         yield commands, output, MACHINE.sub("", result.stdout)
 
 
+def renew(page, folder):
+    """Run the commands of a page in a folder, and write their outputs to the page."""
+    text = page.read_text()
+    for commands, output, printed in outputs(text, folder):
+        block = f"```sh\n{commands}```\n\n```\n"
+        text = text.replace(f"{block}{output}```", f"{block}{shortened(printed, output)}```")
+        print(commands, printed, sep="\n", flush=True)
+    page.write_text(text)
+
+
+def shortened(printed, output):
+    """Return the last lines of an output, as many as the page shows below a line with "..."."""
+    first, *rest = output.splitlines()
+    if first != "...":
+        return printed
+    return "\n".join([first, *printed.splitlines()[-len(rest) :], ""])
+
+
 def draw_predictions(folder):
     """Draw every second of the new images with its predicted class and score."""
     import make_pictures
@@ -58,16 +78,11 @@ def draw_predictions(folder):
 
 
 def main():
-    text = PAGE.read_text()
     with tempfile.TemporaryDirectory() as folder:
-        for commands, output, printed in outputs(text, folder):
-            block = f"```sh\n{commands}```\n\n```\n"
-            text = text.replace(f"{block}{output}```", f"{block}{printed}```")
-            print(commands, printed, sep="\n", flush=True)
+        renew(PAGE, folder)
         for picture, file in WRITTEN.items():
             shutil.copy(Path(folder) / file, PICTURES / picture)
         draw_predictions(Path(folder))
-    PAGE.write_text(text)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
 The code works on plain arrays, one block of at most 16 images at a time. The printed hash is the
 same on any number of ranks.
 
-    mpirun -n 3 python examples/custom_op.py [FOLDER OF IMAGES] [ITERATIONS]
+    mpirun -n 2 python examples/custom_op.py [DATA] [ITERATIONS] [--picture FILE]
 """
 
+import argparse
 import hashlib
 import itertools
-import sys
 
 import numpy as np
 
@@ -45,22 +45,30 @@ def model_loss(w, images, labels):
 def initial(image_shape, classes):
     """Return the initial learnables {name: float32 array}: random numbers, keyed by name."""
     c, h, width = image_shape
-    features = 8 * ((h - 5) // 2 + 1) * ((width - 5) // 2 + 1)
-    shapes = {
-        "conv.direction": (8, c, 5, 5),
-        "mix.weight": (4, 8, 1, 1),
-        "dense.weight": (classes, features),
-    }
-    constant = {"conv.length": (8, 1), "conv.bias": (8, 0), "mix.bias": (4, 0)}
-    constant |= {"swish.slope": (8, 1), "dense.bias": (classes, 0)}
-    found = {name: np.full(n, value, np.float32) for name, (n, value) in constant.items()}
+    shapes = {"conv.direction": (8, c, 5, 5), "mix.weight": (4, 8, 1, 1)}
+    shapes["dense.weight"] = (classes, 8 * ((h - 5) // 2 + 1) * ((width - 5) // 2 + 1))
+    w = {"conv.length": np.ones(8), "conv.bias": np.zeros(8), "mix.bias": np.zeros(4)}
+    w |= {"swish.slope": np.ones(8), "dense.bias": np.zeros(classes)}
     for name, shape in shapes.items():
-        drawn = dl.keyed.uniform(0, name, int(np.prod(shape))).reshape(shape) - 0.5
-        found[name] = (drawn * np.sqrt(12 / np.prod(shape[1:]))).astype(np.float32)
-    return found
+        numbers = dl.keyed.uniform(0, name, int(np.prod(shape))).reshape(shape) - 0.5
+        w[name] = numbers * np.sqrt(12 / np.prod(shape[1:]))
+    return {name: array.astype(np.float32) for name, array in w.items()}
 
 
-def main(data="digits", iterations=40):
+def draw(path, slopes):
+    """Draw the learned activation function of each channel."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(title="swish in each channel (dashed: before training)")
+    x = np.linspace(-6, 2, 200)
+    for slope in slopes:
+        axes.plot(x, x / (1 + np.exp(-slope * x)))
+    axes.plot(x, x / (1 + np.exp(-x)), "k--")
+    figure.savefig(path)
+
+
+def main(data, iterations, picture):
     world = dl.World()
     train, _ = dl.data.open_data(data, world)
     w = initial(train.image_shape, len(train.classes))
@@ -68,8 +76,7 @@ def main(data="digits", iterations=40):
     sgdm = dl.SGDM(learning_rate=0.05)
     step = dl.value_and_grad(model_loss, reduce=world)
     epochs = itertools.chain.from_iterable(map(queue.epoch, itertools.count(1)))
-
-    for i, (images, labels) in enumerate(itertools.islice(epochs, int(iterations))):
+    for i, (images, labels) in enumerate(itertools.islice(epochs, iterations)):
         if i == 0:  # <v, J d> = <vjp(v), d> along a random direction, in float64
             x = images.like(images.lanes.astype(np.float64))
             difference = dl.check_vjp(swish, x, np.linspace(0.5, 2, x.shape[1]))
@@ -81,7 +88,13 @@ def main(data="digits", iterations=40):
 
     digest = hashlib.sha256(b"".join(w[name].tobytes() for name in sorted(w)))
     world.report(weights_sha256=digest.hexdigest())
+    if picture and world.rank == 0:
+        draw(picture, w["swish.slope"])
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("data", nargs="?", default="digits")
+    parser.add_argument("iterations", nargs="?", type=int, default=40)
+    parser.add_argument("--picture", metavar="FILE", help="draw the results (PNG)")
+    main(**vars(parser.parse_args()))

@@ -3,10 +3,10 @@
 The data set is a class with three methods. Each image has noise added, and its target is the image
 without noise. The loss is the mean squared error between the network's output and the target.
 
-    mpirun -n 4 python examples/denoise.py [FOLDER OF IMAGES] [ITERATIONS]
+    mpirun -n 2 python examples/denoise.py [DATA] [ITERATIONS] [--picture FILE]
 """
 
-import sys
+import argparse
 
 import numpy as np
 
@@ -37,7 +37,20 @@ class Noisy(dl.data.Datastore):
         return self.images.read(indices) / np.float32(255)
 
 
-def main(data="digits", iterations=400):
+def draw(path, rows):
+    """Draw images in rows, {title of the row: images (n, C, H, W)}."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    for part, (title, images) in zip(figure.subfigures(len(rows), 1), rows.items(), strict=True):
+        part.suptitle(title, fontsize=10)
+        for axes, image in zip(part.subplots(1, len(images)), images, strict=True):
+            axes.imshow(image.mean(axis=0), cmap="gray", vmin=0, vmax=1)
+            axes.set_axis_off()
+    figure.savefig(path)
+
+
+def main(data, iterations, picture):
     world = dl.World()
     images, _ = dl.data.open_data(data, world)
     train, test = Noisy(images).split(0.9, seed=0)
@@ -52,7 +65,7 @@ def main(data="digits", iterations=400):
         learning_rate=0.005,
         batch_size=64,
         shuffle="every-epoch",
-        max_iterations=int(iterations),
+        max_iterations=iterations,
     )
     dl.train(net, train, options, world=world)
 
@@ -61,6 +74,16 @@ def main(data="digits", iterations=400):
     world.report(noisy=np.sqrt(np.mean(np.square(noise))), denoised=error.rmse)
     world.report(weights_sha256=dl.weights_sha256(net))
 
+    few = test.subset(range(0, len(test), len(test) // 8)[:8])
+    denoised = dl.predict(net, few, world=world)
+    if picture and world.rank == 0:
+        rows = {"noisy images": few.read(range(8)), "output of the network": denoised}
+        draw(picture, rows | {"targets": few.targets(range(8))})
+
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("data", nargs="?", default="digits")
+    parser.add_argument("iterations", nargs="?", type=int, default=400)
+    parser.add_argument("--picture", metavar="FILE", help="draw the results (PNG)")
+    main(**vars(parser.parse_args()))

@@ -1,9 +1,9 @@
 """Classify digits that LSTM layers read row by row, also from the first rows alone.
 
-mpirun -n 2 python examples/rows.py [EPOCHS]
+mpirun -n 2 python examples/rows.py [EPOCHS] [--picture FILE]
 """
 
-import sys
+import argparse
 
 import numpy as np
 
@@ -35,13 +35,31 @@ def correct_after_rows(net, images, labels, parts=4):
     return np.array(counts)
 
 
-def main(epochs=6):
+def draw(path, images, accuracies):
+    """Draw the accuracy after each part of the rows, and six images up to this row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.4))
+    axes = left.add_subplot(xlabel="rows that the network has read", ylabel="accuracy")
+    axes.plot(list(accuracies), list(accuracies.values()), marker="o")
+    axes.set(xticks=list(accuracies), ylim=(0, 1.05))
+    for axes, rows in zip(right.subplots(len(accuracies), 1), accuracies, strict=True):
+        read = images.copy()
+        read[:, :, rows:] = 90
+        axes.imshow(np.hstack(read[:, 0]), cmap="gray", vmin=0, vmax=255)
+        axes.set_title(f"{rows} rows", fontsize=10)
+        axes.set_axis_off()
+    figure.savefig(path)
+
+
+def main(epochs, picture):
     world = dl.World()
     images, _ = dl.data.open_data("digits", world)
     train, test = images.split(0.9, seed=0)
     net = recurrent_network(train.image_shape, len(train.classes))
     options = dl.TrainingOptions(
-        epochs=int(epochs),
+        epochs=epochs,
         solver="adam",
         learning_rate=0.005,
         learn_rate_schedule="cosine",
@@ -51,10 +69,16 @@ def main(epochs=6):
     world.report(accuracy=dl.evaluate(net, test, world=world).accuracy)
     queue = dl.MinibatchQueue(test, batch_size=128, world=world)
     counts = sum(correct_after_rows(net, *minibatch) for minibatch in queue.epoch(0))
-    for part, count in enumerate(world.gop("sum", counts)):
-        world.report(rows=7 * part + 7, accuracy=count / len(test))
+    accuracies = dict(zip((7, 14, 21, 28), world.gop("sum", counts) / len(test), strict=True))
+    for rows, accuracy in accuracies.items():
+        world.report(rows=rows, accuracy=accuracy)
     world.report(weights_sha256=dl.weights_sha256(net))
+    if picture and world.rank == 0:
+        draw(picture, test.read(range(0, len(test), 170)), accuracies)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("epochs", nargs="?", type=int, default=6)
+    parser.add_argument("--picture", metavar="FILE", help="draw the results (PNG)")
+    main(**vars(parser.parse_args()))

@@ -34,6 +34,7 @@ def test_pictures_exist_are_small_described_and_made_by_a_script():
     assert len(pages) >= MIN_PICTURES
     tags = [tag for path in NOTEBOOKS for tag in re.findall(r'"picture-(\w+)"', path.read_text())]
     programs = "".join(path.read_text() for path in DOCS.glob("*.py"))
+    programs += " ".join(re.findall("--picture .*", (DOCS / "gallery.md").read_text()))
     for path, page in pages.items():
         assert path.is_file(), f"{page}: no picture {path.name}"
         assert path.stat().st_size < LARGE, f"{path.name} is larger than {LARGE} bytes"

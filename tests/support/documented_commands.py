@@ -146,7 +146,7 @@ def flags():
     sources = [*(ROOT / "mpidl" / "cli").rglob("*.py"), ROOT / "kernels" / "build.py"]
     sources += (ROOT / "mpidl").rglob("command*.py")  # of wings
     sources += [*(ROOT / "benchmarks").rglob("*.py"), ROOT / "tests" / "backends" / "conftest.py"]
-    sources.append(ROOT / "tests" / "soak" / "__main__.py")
+    sources += [ROOT / "tests" / "soak" / "__main__.py", *(ROOT / "examples").glob("*.py")]
     for path in sources:
         names |= set(re.findall(r"[\"'](--[a-z][\w-]+)[\"']", path.read_text()))
     counts = (ROOT / "benchmarks" / "arguments.py").read_text()  # entries (name, default, help)
