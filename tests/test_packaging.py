@@ -2,13 +2,13 @@
 
 import configparser
 import re
-import shutil
 import subprocess
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
 
+import environments
 import pytest
 import yaml
 
@@ -18,8 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGING = ROOT / "packaging"
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
-LMOD = Path("/usr/share/lmod/lmod/libexec/lmod")
-MODULECMD = sorted(Path("/usr/lib").glob("*/modulecmd.tcl"))
 
 
 def requirements(text):
@@ -123,43 +121,33 @@ def test_apptainer():
         subprocess.run(["sh", "-n", "-c", script], check=True)
 
 
-@pytest.fixture
-def modules(tmp_path):
-    """A folder with the module files for this environment, in a simulated checkout."""
-    shutil.copytree(PACKAGING / "modulefiles", tmp_path / "modules")
-    (tmp_path / "checkout").mkdir()
-    (tmp_path / "checkout" / ".venv").symlink_to(sys.prefix)
-    for path in (tmp_path / "modules").glob("*/mpidl/*"):
-        text = path.read_text()
-        assert "/apps/mpidl/0.1.0" in text and path.name.removesuffix(".lua") == mpidl.__version__
-        path.write_text(text.replace("/apps/mpidl/0.1.0", str(tmp_path / "checkout")))
-    return tmp_path / "modules"
-
-
-PROGRAMS = [("lmod", "lua"), ("lmod", "tcl"), ("modulecmd", "tcl")]
-
-
-@pytest.mark.parametrize(("program", "language"), PROGRAMS)
-def test_module_files(modules, program, language):
+@pytest.mark.parametrize("system", environments.MODULE_SYSTEMS, ids=lambda case: "-".join(case[:2]))
+def test_module_files(tmp_path, system):
     """`module load` makes the command available, and `module unload` undoes all changes."""
-    if program == "lmod":
-        if not LMOD.exists():
-            pytest.skip(f"no {LMOD}: apt-get install lmod")
-        command = f'"{LMOD}" bash'
-    else:
-        if not MODULECMD or not shutil.which("tclsh"):
-            pytest.skip("no modulecmd.tcl: apt-get install environment-modules")
-        command = f'tclsh "{MODULECMD[0]}" bash'
-    script = f"""
-        eval "$({command} load mpidl)"
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / ".venv").symlink_to(sys.prefix)
+    environments.copy_module_files(tmp_path / "modules", checkout)
+    script = (
+        environments.use_modules(system, tmp_path / "modules")
+        + """
+        module -t avail mpidl 2>&1 | grep -x mpidl/.*
+        module whatis mpidl 2>&1 | grep -o "Deep learning on MPI"
+        module help mpidl 2>&1 | grep -o "sbatch .*"
+        path=$PATH
+        module load mpidl
         type -P mpidl && mpidl --version && echo "$MPIDL_VENV"
-        eval "$({command} unload mpidl)"
-        type -P mpidl || echo "${{MPIDL_VENV-unset}}"
+        module unload mpidl
+        type -P mpidl || echo "${MPIDL_VENV-unset}"
+        [ "$PATH" = "$path" ] && echo restored
     """
-    env = {"HOME": str(modules), "PATH": "/usr/bin:/bin", "MODULEPATH": str(modules / language)}
+    )
+    env = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     result = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
-    venv = modules.parent / "checkout" / ".venv"
-    expected = [f"{venv}/bin/mpidl", f"mpidl {mpidl.__version__}", str(venv), "unset"]
+    available = [f"mpidl/{mpidl.__version__}", "Deep learning on MPI"]
+    available += [f"sbatch {checkout}/run/train.slurm"]
+    loaded = [f"{checkout}/.venv/bin/mpidl", f"mpidl {mpidl.__version__}", f"{checkout}/.venv"]
+    expected = [*available, *loaded, "unset", "restored"]
     assert result.stdout.splitlines() == expected, result.stderr
 
 

@@ -1,5 +1,5 @@
--- Tested: Lmod 8.6 loads and unloads this file, and mpidl runs. Copy this file to a folder of
--- MODULEPATH. Set `root` to the checkout that has the environment of run/install.
+-- Tested: Lmod 8.6 loads and unloads this file, also in jobs of Slurm. Copy this file to a folder
+-- of MODULEPATH. Set `root` to the checkout that has the environment of run/install.
 
 local root = "/apps/mpidl/0.1.0"
 
