@@ -1,5 +1,5 @@
-# Tested: the file runs, and its packages and versions exist in Spack's package repository of July
-# 2026. Not tested: an installation, because Spack was not available.
+# Tested: Spack 1.2.0.dev0 finds all dependencies in its package repository of July 2026, and
+# installs mpidl from a checkout. Not tested: dependencies that Spack compiles.
 #
 #   spack repo add packaging/spack/spack_repo/mpidl
 #   spack env create mpidl && spack env activate mpidl
