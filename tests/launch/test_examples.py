@@ -28,7 +28,7 @@ SHORT = {
     "large_image": (1, 32),
     "rows": (1,),
     "search": (1, 100),
-    "transfer": (FOLDER, 1, 1),
+    "transfer": ("digits", 1, 1),
 }
 QUICK = ("denoise", "explain", "labels")
 
@@ -248,8 +248,8 @@ def numbers(label, text):
 @pytest.mark.slow("jobs")
 def test_labels_are_found():
     """Most labels are correct, also the positive ones, a fifth of all labels."""
-    text = run("labels.py", 2, 3, 3000)
-    assert numbers("Correct labels", text)[0] > 0.95 and numbers("Missed labels", text)[0] < 0.15
+    text = run("labels.py", 2, 4, 4000)
+    assert numbers("Correct labels", text)[0] > 0.94 and numbers("Missed labels", text)[0] < 0.1
 
 
 @pytest.mark.slow("jobs")
