@@ -79,15 +79,15 @@ def test_a_later_file_of_the_same_name_stays(folder):
 @pytest.mark.parametrize("kind", ["link", "mode", "locked", "missing folder"])
 def test_files_that_cannot_be_trusted_or_locked(folder, monkeypatch, kind):
     root = folder / "none" if kind == "missing folder" else Path(tempfile.gettempdir())
-    path = root / "file"
-    text = str(path)  # before the change: pathlib itself calls os.path.join
+    path, target = Path(f"{root}/file"), Path(f"{folder}/target")
+    text = str(path)  # pathlib, too, calls os.path.join
     monkeypatch.setattr(os.path, "join", lambda *_: text)
     if kind != "missing folder":
         path.write_text("planted")
         path.chmod(0o644 if kind == "mode" else 0o600)
     if kind == "link":
-        path.rename(folder / "target")
-        path.symlink_to(folder / "target")
+        path.rename(target)
+        path.symlink_to(target)
     file = shared_answer.os.open(path, os.O_RDONLY) if kind == "locked" else None
     if file is not None:
         shared_answer.fcntl.flock(file, shared_answer.fcntl.LOCK_EX)  # held by a suspended process

@@ -60,7 +60,7 @@ def nested(depth):
         ("batch_size", 10**400, f"batch_size must be at least 1, found {10**400}"),
         (
             "batch_size",
-            nested(9999),
+            nested(100_000),
             "batch_size must be a whole number, at least 1, found a list that is nested too deeply",
         ),
         ("batch_size", 2.0, "batch_size must be a whole number, at least 1, found 2.0"),
