@@ -140,7 +140,8 @@ def run(main: Callable[[], int]) -> None:
     """
     try:
         code = main()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None if the process was started with a closed stdout
+            sys.stdout.flush()
     except BrokenPipeError:
         if job.transport is not None or not _reader_has_ended():
             raise
@@ -173,11 +174,16 @@ def run(main: Callable[[], int]) -> None:
 
 def _reader_has_ended():
     """Return whether the reader of stdout has ended, as in `| head`, and then write nowhere."""
+    try:
+        number = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # not a file of the system
+        return False
     poll = select.poll()
-    poll.register(sys.stdout, 0)  # poll always reports errors
-    has_ended = any(event & select.POLLERR for _, event in poll.poll(0))
+    poll.register(number, 0)  # poll always reports errors
+    # A socket reports that its reader has hung up.
+    has_ended = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
     if has_ended:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # Python flushes at exit
     return has_ended
 
 

@@ -7,6 +7,7 @@ import configparser
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -57,14 +58,32 @@ def test_the_list_of_commands_loads_no_numpy(script):
     assert re.fullmatch(r"mpidl \d+\.\d+\.\d+\nloaded:\n", result.stdout)
 
 
-def test_a_reader_that_has_ended_is_no_error(script):
-    """A list of names may go to `head`, which reads a part of it."""
+def pipe_without_reader():
     read, write = os.pipe()
     os.close(read)
+    return write
+
+
+def socket_without_reader():
+    first, second = socket.socketpair()
+    second.close()
+    return first.detach()
+
+
+@pytest.mark.parametrize("open_output", [pipe_without_reader, socket_without_reader])
+def test_a_reader_that_has_ended_is_no_error(script, open_output):
+    """A list of names may go to `head`, which reads a part of it."""
     command = [sys.executable, script, "completion", "bash"]
-    with os.fdopen(write, "w") as output:
+    with os.fdopen(open_output(), "wb") as output:
         result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True)
     assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_a_closed_stdout_is_no_error(script):
+    """A daemon may start a command without a stdout. Then Python's sys.stdout is None."""
+    command = ["bash", "-c", '"$@" >&-', "-", sys.executable, script, "completion", "bash"]
+    result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_an_unknown_word_is_one_line(script):
