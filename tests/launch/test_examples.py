@@ -128,10 +128,10 @@ def test_on_one_rank_matlab_loop_is_custom_loop_up_to_rounding(folder):
 
 
 def test_custom_op_gives_one_hash(folder):
-    printed = {ranks: run("custom_op.py", ranks, folder, 12) for ranks in (1, 2)}
-    assert len(set(printed.values())) <= 2, printed  # check_vjp may round differently
-    assert len({value_of("Weights sha256", text) for text in printed.values()}) == 1
-    losses = [float(x) for x in re.findall(r"Loss: (\S+)", printed[1])]
+    printed = [run("custom_op.py", ranks, folder, 12) for ranks in (1, 2)]
+    # check_vjp may round differently
+    assert len({re.sub("^Check vjp: .*", "", text, flags=re.M) for text in printed}) == 1, printed
+    losses = [float(x) for x in re.findall(r"Loss: (\S+)", printed[0])]
     assert losses[-1] < losses[0]
 
 
