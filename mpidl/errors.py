@@ -21,6 +21,10 @@ class UserError(Exception):
         return f"{text[: LONGEST * 2 // 3]} ... {text[-LONGEST // 4 :]}"
 
 
+class UnreadableImage(UserError):
+    """Raised if the file of an image is missing, damaged or not an image."""
+
+
 class FolderInUse(UserError):
     """Raised if the folder of a run is in use by another job."""
 

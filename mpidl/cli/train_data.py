@@ -99,8 +99,14 @@ def draw_preview(path: str, images: Images, session: Session) -> int:
     """Write a picture of images before and after augmentation; return the exit code."""
 
     def draw():
-        augmenter = data.Augmenter.of_options(images.options)
-        write_whole(path, gallery.gallery(images.sets.train, augmenter, images.options.seed))
+        options = images.options
+        picture = gallery.gallery(
+            images.sets.train,
+            data.Augmenter.of_options(options),
+            options.seed,
+            skip_unreadable=options.on_bad_image == "skip",
+        )
+        write_whole(path, picture)
         print(f"Preview: {printable(path)}")
 
     on_rank_0(session.world, draw)

@@ -1,12 +1,19 @@
 """Check the classes of image sets, and the images and targets read from the sets."""
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 
 from mpidl.data.datastore import Datastore, Indices
-from mpidl.errors import UserError
+from mpidl.errors import UnreadableImage, UserError
 from mpidl.text import printable
 
 MAX_NAMES = 3  # maximum number of class names in a warning
+ADVICE = (
+    "to leave out such images, use --on-bad-image skip (in Python, "
+    'TrainingOptions(on_bad_image="skip"))'
+)
 
 
 def check_classes(datastore: Datastore) -> None:
@@ -43,6 +50,15 @@ def empty_classes_warning(datastore: Datastore) -> str | None:
     )
     numbers = empty[0] == 0 and list(classes) == [str(i) for i in range(len(classes))]
     return line + ": labels start at 0" * bool(numbers)
+
+
+@contextlib.contextmanager
+def advising() -> Iterator[None]:
+    """Add the option that skips images to the message of an UnreadableImage in the `with` block."""
+    try:
+        yield
+    except UnreadableImage as error:
+        raise UserError(f"{error}; {ADVICE}") from None
 
 
 def read_images(datastore: Datastore, indices: Indices) -> np.ndarray:

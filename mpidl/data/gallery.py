@@ -8,6 +8,7 @@ import numpy as np
 
 from mpidl.data.checks import read_images
 from mpidl.data.datastore import Datastore
+from mpidl.data.loading.bad_images import unreadable
 from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
 from mpidl.text import printable
@@ -24,13 +25,15 @@ def gallery(
     seed: int = 0,
     rows: int = ROWS,
     variants: int = VARIANTS,
+    skip_unreadable: bool = False,
 ) -> bytes:
     """Return a PNG of images with their augmented variants.
 
     Each row shows one image without augmentation, then its augmented variants from the first
     `variants` epochs; without an augmenter, there are none. The rows are divided evenly among the
-    classes, whose images are evenly spaced from the first to the last. Raises UserError if the
-    datastore is empty, or if its images do not have 1 or 3 channels.
+    classes, whose images are evenly spaced from the first to the last. `skip_unreadable` leaves out
+    the rows of images that cannot be read. Raises UserError if the datastore is empty, or if its
+    images cannot be read or do not have 1 or 3 channels.
     """
     from PIL import Image, ImageDraw
 
@@ -40,6 +43,10 @@ def gallery(
             f"{datastore.image_shape[0]}"
         )
     indices = select_images(datastore, rows)
+    if skip_unreadable:
+        reasons = unreadable(lambda part: read_images(datastore, part), indices)
+        readable = indices[~np.isin(indices, list(reasons))]
+        indices = readable if len(readable) else indices  # reading `indices` raises the error
     originals = read_images(datastore, indices)
     columns = [originals]
     if augmenter is not None:

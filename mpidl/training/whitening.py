@@ -20,7 +20,7 @@ import numpy as np
 from mpidl.core import keyed
 from mpidl.core.blocks import OneRank
 from mpidl.data.array_datastore import as_datastore
-from mpidl.data.checks import read_images
+from mpidl.data.checks import advising, read_images
 from mpidl.data.datastore import Datastore
 from mpidl.data.transforms.sizes import centred
 from mpidl.errors import UserError
@@ -246,7 +246,8 @@ def _normalized(net, datastore, indices):
     shape = net.input_shape
     if not len(indices):
         return np.zeros((0, *shape))
-    images = read_images(datastore, indices)
+    with advising():
+        images = read_images(datastore, indices)
     top, left = centred(images.shape[1:], shape[1:])
     images = images[:, :, top : top + shape[1], left : left + shape[2]]
     if net.normalization is not None:

@@ -7,6 +7,7 @@ import socket
 
 import jobs
 import numpy as np
+import pool
 import pytest
 from image_sets import pixels_of, save
 
@@ -65,8 +66,18 @@ def test_a_run_that_skips_resumes_on_other_ranks(damaged, tmp_path):
 
 def test_a_run_stops_at_such_a_file(damaged, tmp_path):
     """Negative control: without the option, the first bad file ends the job."""
-    line = jobs.refusal(jobs.train(2, damaged, tmp_path / "run", check=2))
-    assert str(damaged) in line
+    for words in ((), ("--normalization", "zscore")):  # zscore reads all images before training
+        line = jobs.refusal(jobs.train(2, damaged, tmp_path / "run", *words, check=2))
+        assert str(damaged) in line and "use --on-bad-image skip" in line
+
+
+def test_a_preview_skips_such_files(damaged, tmp_path):
+    """The preview draws the last image of each class. The last image of dot is not an image."""
+    picture = tmp_path / "seen.png"
+    words = jobs.command("train", "--preview", picture, "--test-fraction", 0, data=damaged)
+    assert str(damaged / "dot" / "69.png") in jobs.refusal(pool.run(1, *words, check=2))
+    pool.run(1, *words, "--on-bad-image", "skip", check=0)
+    assert picture.exists()
 
 
 def test_any_ranks_roll_back_alike(pictures, tmp_path):

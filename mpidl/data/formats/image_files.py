@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, planes_of
-from mpidl.errors import UserError
+from mpidl.errors import UnreadableImage, UserError
 from mpidl.files import Stamp, open_regular, reason, stamp
 from mpidl.text import printable
 
@@ -63,13 +63,16 @@ def decode(
 
 @contextlib.contextmanager
 def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert any error in the `with` block to a UserError that names the image file."""
+    """Convert any error in the `with` block to a UserError that names the image file.
+
+    The error is an UnreadableImage unless the Preprocess rejects the image.
+    """
     try:
         yield
     except FileNotFoundError:
         text = "the file no longer exists"
     except UserError as e:  # the Preprocess rejects the image
-        text = str(e)
+        raise UserError(f"{printable(path)}: {e}") from None
     except Exception as e:  # Pillow raises exceptions of many types for damaged files
         from PIL import UnidentifiedImageError
 
@@ -78,7 +81,7 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
             text = "expected a PNG, JPEG, BMP or TIFF image, found another format or a damaged file"
     else:
         return
-    raise UserError(f"{printable(path)}: {text}") from None
+    raise UnreadableImage(f"{printable(path)}: {text}") from None
 
 
 def read_file(path: str) -> tuple[bytes, Stamp]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpidl import backends
 from mpidl.core.blocks import LANES
-from mpidl.data.checks import check_below, read_images, read_targets
+from mpidl.data.checks import advising, check_below, read_images, read_targets
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.bad_images import unreadable
 from mpidl.data.loading.user_function import Data, Kind, UserFunction
@@ -229,7 +229,8 @@ class Pipeline:
         it and return None.
         """
         if unreadable_images is None:
-            return self.read(keys)
+            with advising():
+                return self.read(keys)
         data: list[Data] = []
         reasons = unreadable(
             lambda part: data.append(self.read(keys._replace(indices=part))), keys.indices

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpidl.core import fold
 from mpidl.core.blocks import LANES, OneRank, blocks_of
-from mpidl.data.checks import read_images
+from mpidl.data.checks import advising, read_images
 from mpidl.data.datastore import Datastore
 from mpidl.data.transforms.options import NORMALIZATIONS, NUMBERS, NUMBERS_NAME
 from mpidl.data.transforms.sizes import centred
@@ -383,7 +383,8 @@ class _LocalSums:
         size = int(np.prod(datastore.image_shape)) * datastore.dtype.itemsize
         step = max(1, CHUNK // max(1, size * LANES)) * LANES
         for start in range(first, stop, step):
-            images = read_images(datastore, np.arange(start, min(start + step, stop)))
+            with advising():
+                images = read_images(datastore, np.arange(start, min(start + step, stop)))
             self.low = np.minimum(self.low, images.min(axis=(0, 2, 3)))
             self.high = np.maximum(self.high, images.max(axis=(0, 2, 3)))
             if images.dtype == np.uint8:
