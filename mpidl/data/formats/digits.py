@@ -183,9 +183,17 @@ def _image(glyphs, i):
 
     # The distance to the nearest segment, in pixels, determines which fraction of a pixel the
     # stroke covers.
-    along = np.clip(((gx - x) * u + (gy - y) * v) / (u * u + v * v), 0, 1)
-    dx, dy = gx - x - along * u, gy - y - along * v
-    distance = np.sqrt((dx * dx + dy * dy).min(axis=0)) * height
+    dx, dy = gx - x, gy - y
+    along = dx * u
+    along += dy * v
+    along /= u * u + v * v
+    np.clip(along, 0, 1, out=along)
+    dx -= along * u
+    dy -= along * v
+    dx *= dx
+    dy *= dy
+    dx += dy
+    distance = np.sqrt(dx.min(axis=0)) * height
     cover = np.clip(stroke / 2 - distance + 0.5, 0, 1)
 
     # The sum of a word's four 16-bit parts is nearly normal, with a standard deviation of 37837.
