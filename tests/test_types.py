@@ -17,6 +17,7 @@ from mpidl.data.datastore import Subset, Transformed
 from mpidl.training import hooks, optimizers, progress, steps, trainer
 from mpidl.training.options.training_options import OPTIONS
 
+pytestmark = pytest.mark.timeout(180)  # mypy reads the whole package
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "tests/support/user_program.py"
 PACKAGES = (dl, comm, data, nn, nn.layers, ops, report, optimizers)
