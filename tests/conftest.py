@@ -150,6 +150,7 @@ def _is_selected(item, part):
 
 def pytest_collection_finish(session):
     """Check that all ranks run the same tests. Otherwise, ranks would wait forever."""
+    os.environ.pop(progress.VARIABLE, None)  # it is not for sessions that a test starts
     if SIZE > 1:
         names = "\n".join(item.nodeid for item in session.items)
         digests = MPI.COMM_WORLD.allgather(hashlib.sha256(names.encode()).hexdigest())

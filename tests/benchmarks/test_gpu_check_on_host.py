@@ -15,6 +15,7 @@ STAGES = {
 }
 
 
+@pytest.mark.slow("gpu")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("call", ["quick", "second"])
 def test_a_call_from_end_to_end(call, tmp_path):

@@ -67,7 +67,7 @@ def session(folder, ranks, text):
     words = ["-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "conftest"]
     words += ["-p", "no:cacheprovider", "-p", "pytest_timeout", folder]
     paths = [ROOT, *(ROOT / "tests" / name for name in ("", "support", "launch"))]
-    env = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "MPIDL_TEST_RUN": "{}"}
+    env = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # other plugins would double the time for imports
     result = mpirun(ranks, *words, env=env)
     assert result.returncode != 0
