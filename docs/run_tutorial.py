@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -43,12 +44,13 @@ def outputs(text, folder):
 
 
 def renew(page, folder):
-    """Run the commands of a page in a folder, and write their outputs to the page."""
-    text = page.read_text()
+    """Run the commands of a page in a folder, write their outputs to the page, and print times."""
+    text, start = page.read_text(), time.monotonic()
     for commands, output, printed in outputs(text, folder):
         block = f"```sh\n{commands}```\n\n```\n"
         text = text.replace(f"{block}{output}```", f"{block}{shortened(printed, output)}```")
-        print(commands, printed, sep="\n", flush=True)
+        print(commands, printed, f"{time.monotonic() - start:.1f} s\n", sep="\n", flush=True)
+        start = time.monotonic()
     page.write_text(text)
 
 
