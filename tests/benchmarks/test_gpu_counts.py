@@ -63,7 +63,7 @@ def test_the_products_of_a_small_network(tmp_path, monkeypatch):
     assert step["products_issued"] >= step["products_useful"]
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.slow("gpu")), 4])
 def test_bytes_that_ranks_send(ranks, monkeypatch, capsys):
     """Each of 4 ranks sends at most twice the gradients, most of them during backward."""
     monkeypatch.setattr(nvrtc, "installed", lambda: ())

@@ -52,8 +52,18 @@ def test_a_network_with_several_inputs(data, tmp_path):
     assert_equal(run, data)
 
 
-@pytest.mark.parametrize("before", ["50 0", "2 0", "50 4"])
-@pytest.mark.parametrize("after", ["2 4", "50 3", "50 0"])
+JOBS = pytest.mark.slow("jobs")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *(("50 0", "2 4"), ("2 0", "50 3"), ("50 4", "50 0")),
+        *(pytest.param("50 0", after, marks=JOBS) for after in ("50 3", "50 0")),
+        *(pytest.param("2 0", after, marks=JOBS) for after in ("2 4", "50 0")),
+        *(pytest.param("50 4", after, marks=JOBS) for after in ("2 4", "50 3")),
+    ],
+)
 def test_other_intervals_after_a_resume(data, tmp_path, before, after):
     """Each job must record the states of its own intervals, and no others."""
     names = "--certify-every", "--checkpoint-keep"

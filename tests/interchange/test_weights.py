@@ -145,8 +145,8 @@ def test_names_of_timm(tmp_path):
     "module",
     [
         "stages.{}.blocks.0.norm",
-        "blocks.{}.0.conv",
-        "blocks.0.{}.bn1",
+        pytest.param("blocks.{}.0.conv", marks=pytest.mark.slow("jobs")),
+        pytest.param("blocks.0.{}.bn1", marks=pytest.mark.slow("jobs")),
         "resnet.encoder.stages.{}.layers.0.shortcut.convolution",
         "resnet.encoder.stages.0.layers.0.layer.{}.convolution",
     ],

@@ -30,7 +30,16 @@ def test_threads_share_one_block(label, function, algorithm, monkeypatch):
         assert_near(case, actual, blocks=1)
 
 
-@pytest.mark.parametrize("label", DEPTHWISE)
+QUICK_DEPTHWISE = ("depthwise 3x3", "depthwise 5x5 by 2", "depthwise by 3 and 2")
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        pytest.param(label, marks=[pytest.mark.slow("ranks")] * (label not in QUICK_DEPTHWISE))
+        for label in DEPTHWISE
+    ],
+)
 def test_a_filter_per_channel_gives_the_bytes_of_the_direct_kernels(label, monkeypatch):
     """With a second filter per channel, the direct kernels compute the same sums."""
     monkeypatch.setattr(settings, "winograd", "off")
