@@ -145,7 +145,7 @@ def is_direct(case, build):
     return is_dense or case.arguments["weight"].shape[1] != 1 or build in FUSED_BUILDS
 
 
-@on_cases("gpu", each_case_once=False)
+@on_cases("gpu", each_case_once=False, each_function_once=True)
 def test_a_gpu_computes_what_the_reference_does(device, case, values):
     assert_near(case, results(case, GPU))
 
