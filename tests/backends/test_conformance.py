@@ -59,15 +59,25 @@ FIRST_IN_BF16 = first_cases(IN_BF16)
 MOMENTS_IN_BF16 = BY_NAME["moments, (20, 3, 5), bf16"]  # no mean of one image is almost 0
 
 
-def on_cases(backend, cases=CASES, limit=None, each_function_once=False, each_case_once=True):
+# One convolution by each kind of kernel
+KINDS = ("3x3 by 2", "1x1", "two groups", "several tiles of odd sizes", "depthwise 3x3")
+QUICK_ON_GPU = {
+    f"{function}, {label}" for label in KINDS for function in ("conv2d", "conv2d_backward")
+}
+
+
+def on_cases(
+    backend, cases=CASES, limit=None, each_function_once=False, each_case_once=True, quick=()
+):
     """Parametrize a test by the cases of a backend and their settings, at most `limit` per case.
 
     By default, the test is slow for all settings of a case except the first. If `each_case_once` is
     False, all settings of the first case of a function are quick too. If `each_function_once` is
-    True, all cases of a function except the first are slow.
+    True, all cases of a function except the first, and except the names in `quick`, are slow.
     """
     narrow, wide = ([case for case in cases if case.in_bf16 == is_narrow] for is_narrow in (1, 0))
     firsts = {str(case) for group in (narrow, wide) for case in first_cases(group).values()}
+    firsts.update(quick)
     part = pytest.mark.slow({"cpu": "ranks", "gpu": "gpu"}[backend])
 
     def is_slow(case, setting):
@@ -119,13 +129,14 @@ pytestmark = [  # NumPy warns about non-finite cases and cases without images
 ]
 
 
-NEWEST_AND_OLDEST = list(dict.fromkeys([VECTOR_BUILDS[0], VECTOR_BUILDS[-1]]))
+# The generic build is slow, and the builds in the middle differ least.
+NEWEST_AND_OLDEST = list(dict.fromkeys(VECTOR_BUILDS[:1] + VECTOR_BUILDS[-1:]))
 
 
 @needs_kernels
 @on_cases("cpu")
 def test_the_cpu_computes_what_the_reference_does(case, values):
-    """All builds run all cases only in the slow part `threads`."""
+    """All builds run a function's first case. In the slow part `threads`, they run more cases."""
     is_first = case is FIRST[case.function] or len(THREADS) > 2
     names = BUILDS if is_first or case.ordered else NEWEST_AND_OLDEST
     for build, actual in on_all_builds(lambda: results(case, CPU), names).items():
@@ -145,7 +156,7 @@ def is_direct(case, build):
     return is_dense or case.arguments["weight"].shape[1] != 1 or build in FUSED_BUILDS
 
 
-@on_cases("gpu", each_case_once=False, each_function_once=True)
+@on_cases("gpu", each_case_once=False, each_function_once=True, quick=QUICK_ON_GPU)
 def test_a_gpu_computes_what_the_reference_does(device, case, values):
     assert_near(case, results(case, GPU))
 

@@ -15,9 +15,8 @@ STAGES = {
 }
 
 
-@pytest.mark.slow("gpu")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("call", ["quick", "second"])
+@pytest.mark.parametrize("call", [pytest.param("quick", marks=pytest.mark.slow("gpu")), "second"])
 def test_a_call_from_end_to_end(call, tmp_path):
     """Every stage ends, all checks pass, and the archive is the only file of the call."""
     out = tmp_path / "out"

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import itertools
 import mmap
+import threading
 import time
 import weakref
 
@@ -30,6 +31,19 @@ ARGUMENTS = [ctypes.c_void_p, Size, Size, ctypes.c_size_t, ctypes.c_int, ctypes.
 ARGUMENTS += [ctypes.c_void_p, ctypes.c_longlong, ctypes.POINTER(ctypes.c_longlong)]
 ARGUMENTS += [ctypes.c_void_p]
 STACKS = (ctypes.c_longlong * 4097)()  # shim::Stacks
+# Other threads neither allocate nor free memory while a kernel runs, because it checks the guards.
+MEMORY = threading.RLock()
+
+
+def locked(method):
+    """Make a method hold MEMORY."""
+
+    @functools.wraps(method)
+    def run(*args):
+        with MEMORY:
+            return method(*args)
+
+    return run
 
 
 @functools.cache
@@ -146,6 +160,7 @@ class EmulatedDevice:
     def free_memory(self):
         return self.memory
 
+    @locked
     def _take(self, nbytes):
         address = region().take(_with_guards(nbytes)) + GUARD
         pattern = _pattern(next(self._patterns))
@@ -158,6 +173,7 @@ class EmulatedDevice:
         self._starts = None
         return address
 
+    @locked
     def _forget(self, address):
         nbytes = self._regions.pop(address)
         for table in (self._guards, self._pinned):
@@ -183,6 +199,7 @@ class EmulatedDevice:
             self._starts = sorted(self._regions), np.array(guards, np.int64).reshape(-1, 3)
         return self._starts
 
+    @locked
     def _check(self, address, operation, nbytes=0):
         """Raise RuntimeError unless the address lies in an allocation."""
         starts, _ = self._tables()
@@ -216,6 +233,7 @@ class EmulatedDevice:
                 self._check(value.value, f"{handle.name}: {parameter.name}")
         self._do(self._run, handle, grid, block, shared, values)
 
+    @locked
     def _run(self, handle, grid, block, shared, values):
         self.launched.append(handle.name)
         pointers = (ctypes.c_void_p * max(len(values), 1))(

@@ -81,7 +81,7 @@ def test_the_network_fashion(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        pytest.param((2, 3), (), marks=pytest.mark.slow("jobs")),
+        ((2, 3), ()),
         pytest.param((4, 2, 3), ("--precision", "bf16"), marks=pytest.mark.slow("jobs")),
         pytest.param((4, 2, 3), ("--accumulate", 2), marks=pytest.mark.slow("jobs")),
     ],

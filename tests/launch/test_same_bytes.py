@@ -152,9 +152,10 @@ def narrow_hashes(ranks, folder, names, build_names, threads, iterations=5, **en
 )
 @pytest.mark.timeout(180)
 def test_weights_in_bf16(names, ranks, tmp_path):
-    """All builds with fused multiply-adds give one hash, on any numbers of ranks and threads.
+    """Builds with fused multiply-adds give one hash, on any numbers of ranks and threads.
 
-    The other runs stop after two iterations, and another number of ranks resumes them.
+    In the slow variants, these are all such builds. The other runs stop after two iterations, and
+    another number of ranks resumes them.
     """
     native, emulating = FUSED_BUILDS[0], FUSED_BUILDS if names == NETWORKS else FUSED_BUILDS[-1:]
     expected = narrow_hashes(1, tmp_path / "one", names, [native], [1])

@@ -30,7 +30,7 @@ def test_threads_share_one_block(label, function, algorithm, monkeypatch):
         assert_near(case, actual, blocks=1)
 
 
-QUICK_DEPTHWISE = ("depthwise 3x3", "depthwise 5x5 by 2", "depthwise by 3 and 2")
+QUICK_DEPTHWISE = ("depthwise 3x3", "depthwise 5x5 by 2", "depthwise of several bands")
 
 
 @pytest.mark.parametrize(

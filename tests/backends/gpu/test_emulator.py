@@ -1,5 +1,7 @@
 """Check that the emulated GPU computes like a GPU and detects faults in kernels."""
 
+import threading
+
 import numpy as np
 import pytest
 from emulator import opened
@@ -49,6 +51,25 @@ def test_a_missing_barrier_gives_wrong_results(device, barrier):
     y = array.empty(x.shape)
     launch(device, Text(TRANSPOSE, BARRIER=int(barrier)), "transpose", 5, 64, array.plain(x), y)
     assert np.array_equal(y.numpy(), x.transpose(0, 2, 1)) == barrier
+
+
+def test_other_threads_may_free_memory_while_a_kernel_runs(device):
+    """A reader of images does this. Without a lock, its bytes look like a write of the kernel."""
+    x = array.plain(numbers(500, 8, 8))
+    y, unit, stop = array.empty(x.shape), Text(TRANSPOSE, BARRIER=1), threading.Event()
+
+    def replace():
+        while not stop.is_set():
+            device.pinned(256)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        for _ in range(100):
+            launch(device, unit, "transpose", 500, 64, x, y)
+    finally:
+        stop.set()
+        thread.join()
 
 
 PIPELINE = """
