@@ -431,7 +431,7 @@ FAULTS = [
         old="if (step) return load<WIDTH>(x);",
         new="return load<WIDTH>(x);",
         check=check_on_gpu,
-        arguments=("multiply, one row",),
+        arguments=("multiply, a number",),
     ),
     Fault(
         family="lrn",
