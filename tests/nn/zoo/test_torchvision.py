@@ -46,7 +46,7 @@ def undrawn(monkeypatch):
 def test_learnables_and_shapes(name, undrawn):
     """Build networks for small images. For 224x224 images, count the learnables from the shapes."""
     is_small = name not in zoo.PIXEL_NETWORKS  # their layers depend on the size of the images
-    net = zoo.NETWORKS[name]((3, 64, 64) if is_small else (3, 224, 224))
+    net = zoo.NETWORKS[name]((3, 96, 96) if is_small else (3, 224, 224))
     shapes, learnables = {"images": (3, 224, 224)}, 0
     for layer, reads in zip(net.layers, net.reads, strict=True):
         inputs = tuple(shapes[read] for read in reads)
